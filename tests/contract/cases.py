@@ -1,0 +1,199 @@
+"""The right values, run on one backend: started once per job by `test_right_values.py`, never imported by it.
+
+    python cases.py FOLDER BACKEND REPLICAS…        or under mpirun, where the launcher gives the replicas
+
+Every process writes what it got to FOLDER/BACKEND-REPLICAS-rank.json; the tests compare. Single-process backends do
+several numbers of replicas in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests import toy
+from tfdist import TfdistError, Trainer
+from tfdist.cluster.identity import identify
+from tfdist.tasks.digits import Digits
+from tfdist.training.building import digest
+
+RANK = identify().rank
+
+
+class Runner:
+    """Trains tasks on one backend at one number of replicas."""
+
+    def __init__(self, backend: str, replicas: int | None) -> None:
+        # One thread everywhere, as four replicas on two cores would get: equal bits need equal threads.
+        self._common = {"backend": backend, "replicas": replicas, "shuffle_buffer": 0, "intra_op_threads": 1}
+
+    def trainer(self, task: Any, **settings: Any) -> Trainer:
+        return Trainer(task, **{**self._common, **settings})
+
+    def fit(self, task: Any, **settings: Any) -> dict[str, Any]:
+        trainer = self.trainer(task, **settings)
+        report = trainer.fit()
+        return {
+            "weights": [v.numpy().tolist() for v in trainer.model.trainable_variables],
+            "state": {v.path: v.numpy().tolist() for v in trainer.model.non_trainable_variables},
+            "losses": report.losses,
+            "steps": report.steps,
+            "examples_seen": report.examples_seen,
+            "weights_sha256": report.weights_sha256,
+            "state_sha256": report.state_sha256,
+            "metrics": report.metrics,
+            "examples_per_second": report.examples_per_second,
+            "traces": report.traces,
+            "replicas_in_sync": report.replicas_in_sync,
+        }
+
+    def error(self, task: Any, **settings: Any) -> str:
+        """Kind and message of the error that every rank must raise."""
+        try:
+            self.trainer(task, **settings).fit()
+        except TfdistError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+
+def uneven_rows(run: Runner) -> Any:
+    return {n: run.fit(toy.ToyLine(targets=[float(i) for i in range(n)])) for n in (3, 5, 6)}
+
+
+def reported_loss(run: Runner) -> Any:
+    targets = [float(i) for i in range(8)]
+    return run.fit(toy.ToyLine(targets=targets, global_batch_size=8))["losses"]
+
+
+def weighted_rows(run: Runner) -> Any:
+    return run.fit(
+        toy.ToyLine(targets=[0.0, 1.0, 2.0, 3.0, 4.0], weights=[1.0, 0.0, 2.0, 0.5, 4.0], global_batch_size=5)
+    )
+
+
+def penalties(run: Runner) -> Any:
+    five = [float(i) for i in range(5)]
+    return {
+        "weights": run.fit(toy.Penalized(targets=five, global_batch_size=5)),
+        "activity": run.fit(toy.ActivityPenalized(targets=five, global_batch_size=5)),
+    }
+
+
+def clip_after_reduction(run: Runner) -> Any:
+    both = {"targets": [-2.0, 2.0], "global_batch_size": 2, "learning_rate": 1.0}
+    return {str(norm): run.fit(toy.Clipped(norm=norm, **both))["weights"] for norm in (1.0, None)}
+
+
+def two_targets(run: Runner) -> Any:
+    return run.fit(toy.ToyLine(targets=[0.0, 10.0], global_batch_size=2))["weights"]
+
+
+def toy_net(run: Runner) -> Any:
+    return run.fit(toy.ToyNet(), steps=20)
+
+
+def own_step(run: Runner) -> Any:
+    return run.fit(toy.GuideStyle(), steps=20)
+
+
+def batch_norm(run: Runner) -> Any:
+    """17 rows in batches of 16: the last batch has one row, so that all replicas but one are empty."""
+    return {str(sync): run.fit(toy.BatchNormNet(rows=17, synchronized=sync), steps=6) for sync in (False, True)}
+
+
+def equal_start(run: Runner) -> Any:
+    trainer = run.trainer(toy.OwnSeed())
+    return {
+        "variables": [[v.path, v.numpy().tolist()] for v in (*trainer.model.variables, *trainer.optimizer.variables)],
+        "digest": digest([*trainer.model.variables, *trainer.optimizer.variables]),
+    }
+
+
+def ranks_disagree(run: Runner) -> Any:
+    return {"shape": run.error(toy.OwnShape()), "depth": run.error(toy.OwnDepth())}
+
+
+def row_coverage(run: Runner) -> Any:
+    """Shuffled; what this process's replicas saw, as [replica, ids]."""
+    task = toy.RowIds()
+    report = run.fit(task, epochs=2, shuffle_buffer=100, seed=3, steps_per_chunk=1)
+    return {"seen": task.seen, "steps": report["steps"], "examples_seen": report["examples_seen"]}
+
+
+def throughput(run: Runner) -> Any:
+    padded = {"steps": 6, "global_batch_size": 16}
+    return {
+        "same first step": run.fit(toy.Slow(), **padded)["examples_per_second"],
+        "slow first step": run.fit(toy.Slow(first=3.0), **padded)["examples_per_second"],
+    }
+
+
+def digits(run: Runner) -> Any:
+    result = run.fit(Digits(), steps=20, shuffle_buffer=10_000)
+    return {key: result[key] for key in ("losses", "weights_sha256", "state_sha256", "metrics")}
+
+
+def evaluation(run: Runner) -> Any:
+    """Untrained: every row counted once, whatever the batch size."""
+    return {size: run.trainer(toy.ToyNet(), global_batch_size=size).evaluate("test") for size in (3, 7, 64)}
+
+
+def not_finite(run: Runner) -> Any:
+    return run.error(toy.Failing(how="nan", rank=RANK_WITH_FAULT, at=3), steps=5)
+
+
+def bad_tasks(run: Runner) -> Any:
+    wrong = ["empty", "not a tuple", "four parts", "unequal lengths", "a number", "scalar loss", "loss per class"]
+    return {kind: run.error(toy.Broken(wrong=kind)) for kind in [*wrong, "model raises"]}
+
+
+def wrapped_optimizer(run: Runner) -> Any:
+    return run.error(toy.Wrapped())
+
+
+CASES: dict[str, Callable[[Runner], Any]] = {
+    f.__name__: f
+    for f in (
+        uneven_rows,
+        reported_loss,
+        weighted_rows,
+        penalties,
+        clip_after_reduction,
+        two_targets,
+        toy_net,
+        own_step,
+        batch_norm,
+        equal_start,
+        row_coverage,
+        throughput,
+        digits,
+        evaluation,
+        bad_tasks,
+        not_finite,
+    )
+}
+FEW = {name: CASES[name] for name in ("uneven_rows", "batch_norm", "row_coverage", "throughput", "digits")}
+"""For more than two replicas, where starting and tracing take longer and less can be new."""
+RANK_WITH_FAULT = min(1, identify().size - 1)
+
+
+def main(folder: Path, backend: str, replicas: list[int]) -> None:
+    for count in replicas or [identify().size]:
+        run = Runner(backend, count if backend == "mirrored" else None)
+        cases = dict(CASES if count <= 2 else FEW)
+        if identify().size == 2:
+            cases["ranks_disagree"] = ranks_disagree
+        if backend == "horovod" and count == 2:
+            cases["wrapped_optimizer"] = wrapped_optimizer
+        results = {}
+        for name, case in cases.items():
+            print(f"[{RANK}] {backend} {count}: {name}", file=sys.stderr, flush=True)
+            results[name] = case(run)
+        (folder / f"{backend}-{count}-{RANK}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3:]])

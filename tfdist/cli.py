@@ -1,0 +1,146 @@
+"""The command line: `tfdist train`, `python -m tfdist train` and `scripts/train.py` are the same.
+
+Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import docstring_parser
+import jsonargparse
+
+from tfdist import __version__
+from tfdist.cluster.causes import cause_of, task_traceback
+from tfdist.cluster.channel import Channel, together
+from tfdist.cluster.identity import Identity, identify
+from tfdist.config import Settings, TrainCommand
+from tfdist.errors import TfdistError, UsageError, closest
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the process's exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    chief = True
+    channel: Channel | None = None
+    try:
+        identity = identify()
+        chief = identity.is_chief
+        _answer_help(arguments, identity)
+        from tfdist.strategies.session import process
+
+        _, channel = process()
+        command = together(channel, "reading the command line", lambda: _parse(arguments))
+        _train(command, identity, channel)
+    except KeyboardInterrupt:
+        print("tfdist: interrupted", file=sys.stderr)
+        return 130
+    except TfdistError as error:
+        if chief:
+            print(f"tfdist: error: {error}", file=sys.stderr, flush=True)
+        if error.shared and channel is not None:
+            channel.exchange("the end", None)  # the launcher ends all ranks as soon as one leaves with an error
+        elif not chief:
+            time.sleep(1)  # for the chief's message, likewise
+        return error.exit_code
+    except Exception as error:  # of a job with one process: the task's own code
+        _tell(error)
+        return 1
+    return 0
+
+
+def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
+    from tfdist.strategies.session import open_session
+
+    # The backend first: TensorFlow's multi-worker strategy must be there before the task's module runs any operation.
+    open_session(command.backend, command.replicas, command.intra_op_threads)
+
+    from tfdist.tasks.load import load_task
+    from tfdist.training import report
+    from tfdist.training.trainer import Trainer
+
+    if command.report is not None:
+        path = command.report
+        together(
+            channel, "checking the report's path", lambda: report.check_writable(path) if identity.is_chief else None
+        )
+    task = together(channel, "loading the task", lambda: load_task(command.task, command.task_args))
+    settings = {field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)}
+    result = Trainer(task, **settings).fit()
+    if command.report is not None and identity.is_chief:
+        report.write(result, command.report)
+
+
+def _parse(arguments: Sequence[str]) -> TrainCommand:
+    parser = _parser()
+    known = {option.lstrip("-") for action in _train_parser()._actions for option in action.option_strings}
+    try:
+        values = parser.parse_args(list(arguments)).train
+    except jsonargparse.ArgumentError as error:
+        text = " ".join(str(error).split())
+        unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", text)
+        raise UsageError(text + (closest(unknown.group(1), known) if unknown else "")) from None
+    if values is None:
+        raise UsageError("no command. Try: tfdist train --help")
+    fields = {field.name for field in dataclasses.fields(TrainCommand)}
+    return TrainCommand(**{name: value for name, value in vars(values).items() if name in fields})
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(
+        prog="tfdist",
+        description="Train TensorFlow models on native tf.distribute strategies or on Horovod over MPI.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--version", action="version", version=f"tfdist {__version__}")
+    commands = parser.add_subcommands(required=False, dest="command")
+    commands.add_subcommand("train", _train_parser(), help="train a task on a backend")
+    return parser
+
+
+def _train_parser() -> jsonargparse.ArgumentParser:
+    """One flag for each field of `TrainCommand`, with the field's type, default and documentation."""
+    parser = jsonargparse.ArgumentParser(
+        description="Train a task on a backend. Under mpirun every process runs the same command.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="Read settings from a YAML file; later flags win.")
+    types = typing.get_type_hints(TrainCommand)
+    documentation = {
+        parameter.arg_name: " ".join((parameter.description or "").split())
+        for cls in (TrainCommand, Settings)
+        for parameter in docstring_parser.parse_from_object(cls).params
+    }
+    for field in dataclasses.fields(TrainCommand):
+        option: dict[str, Any] = {"default": field.default, "help": documentation[field.name]}
+        if types[field.name] is bool:
+            option["action"] = "store_true"
+        elif typing.get_origin(types[field.name]) is tuple:
+            option |= {"type": str, "nargs": "*", "metavar": "NAME=VALUE"}
+        else:
+            option["type"] = types[field.name]
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
+    return parser
+
+
+def _answer_help(arguments: Sequence[str], identity: Identity) -> None:
+    """End here for `--help` and `--version`: every rank alike, one answer."""
+    if not {"-h", "--help", "--version"} & set(arguments):
+        return
+    if identity.is_chief:
+        _parser().parse_args(list(arguments))
+    raise SystemExit(0)
+
+
+def _tell(error: Exception) -> None:
+    print(task_traceback(error), file=sys.stderr)
+    where = " ".join(getattr(error, "__notes__", ()))
+    print(f"tfdist: failed {where}: {cause_of(error)}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""From the name of a backend to a `tf.distribute.Strategy`."""

@@ -1,0 +1,195 @@
+"""TensorFlow's multi-worker strategy, opened without `TF_CONFIG` under mpirun, and fit for Keras 3."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster.channel import Alone, Channel, MpiChannel
+from tfdist.cluster.devices import take_device
+from tfdist.cluster.ending import end_together
+from tfdist.cluster.variables import check_same_variable
+from tfdist.errors import EnvironmentProblem
+from tfdist.strategies.table import Place
+
+__all__ = ["MultiWorkerMirrored", "open_multi_worker"]
+
+_Resolver = tf.distribute.cluster_resolver.ClusterResolver
+
+
+class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
+    """`tf.distribute.MultiWorkerMirroredStrategy` on which Keras 3's fit, evaluate and predict run.
+
+    Keras 3 hands `reduce` a tuple of tensors, and asks for `axis=0` of scalars; TensorFlow's own `reduce` takes
+    neither. With a channel, all processes also compare each new variable before it is made.
+    """
+
+    def __init__(self, cluster_resolver: _Resolver | None = None, channel: Channel | None = None) -> None:
+        self._channel: Channel = channel or Alone()
+        super().__init__(cluster_resolver=cluster_resolver)
+
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+    ) -> Any:
+        """The sum or mean of `value` over all replicas, on every process.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`, or its name.
+            value: a tensor, a per-replica value, or a nested structure of them.
+            axis: axes to reduce on each replica first. A scalar has no axis, and is reduced as with `axis=None`.
+
+        Returns:
+            The structure of `value`, with the same tensors on every process.
+        """
+
+        def one(leaf: Any) -> Any:
+            local = self.experimental_local_results(leaf)[0]
+            scalar = getattr(local, "shape", tf.TensorShape([])).rank == 0
+            return super(MultiWorkerMirrored, self).reduce(reduce_op, leaf, axis=None if scalar else axis)
+
+        return tf.nest.map_structure(one, value)
+
+    def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
+        """As TensorFlow's own; new variables are compared over the channel."""
+        if self._channel.size == 1 or tf.distribute.has_strategy():
+            return super().scope()
+        return _ComparingScope(super().scope(), self._create_same_variable)
+
+    def _create_same_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        value = kwargs.get("initial_value")
+        if value is None or hasattr(value, "checkpoint_position"):  # being restored; TensorFlow tells it by its class
+            return next_creator(**kwargs)
+
+        def same() -> tf.Tensor:
+            tensor = tf.convert_to_tensor(value() if callable(value) else value, dtype=kwargs.get("dtype"))
+            scope = tf.get_current_name_scope()
+            path = "/".join(part for part in (scope, kwargs.get("name") or "Variable") if part)
+            check_same_variable(self._channel, path, str(tensor.shape), tensor.dtype.name)
+            return tensor
+
+        kwargs["initial_value"] = same
+        return next_creator(**kwargs)
+
+
+class _ComparingScope(contextlib.AbstractContextManager[tf.distribute.Strategy]):
+    """A strategy's scope with a variable creator inside. Like TensorFlow's scopes, it can be entered again."""
+
+    def __init__(self, scope: Any, creator: Callable[..., Any]) -> None:
+        self._scope = scope
+        self._creator = creator
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> tf.distribute.Strategy:
+        with contextlib.ExitStack() as stack:
+            inside = tf.distribute.has_strategy()
+            strategy = stack.enter_context(self._scope)
+            if not inside:
+                stack.enter_context(tf.variable_creator_scope(self._creator))
+            self._entered.append(stack.pop_all())
+        return strategy
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def open_multi_worker(place: Place) -> MultiWorkerMirrored:
+    """Open the strategy on every process: from `TF_CONFIG` where it is set, else on ports that MPI ranks exchange.
+
+    Raises:
+        EnvironmentProblem: TensorFlow has already run in this process, or there are more ranks than GPUs.
+    """
+    identity, channel = place.identity, place.channel
+    device = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    if identity.launcher == "mpi" or identity.local_size > 1:
+        device = take_device(identity, channel).partition(":")[0]
+    if _has_run():
+        raise _too_late()
+    with contextlib.ExitStack() as until_open:
+        resolver = None
+        if identity.tf_config is None and identity.size > 1:
+            held = until_open.enter_context(_hold_port())
+            resolver = _resolver(channel, held.getsockname()[1], device)
+        addresses = identity.tf_config.workers if identity.tf_config else _addresses(resolver)
+        _past_proxies(addresses)
+        try:
+            strategy = MultiWorkerMirrored(resolver, channel)
+        except RuntimeError as error:
+            if "program startup" in str(error):
+                raise _too_late() from None
+            raise
+    if isinstance(channel, MpiChannel):
+        end_together(channel)
+    return strategy
+
+
+def _has_run() -> bool:
+    """Whether TensorFlow has run an operation in this process, so that its devices and servers are settled."""
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        return True
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    return False
+
+
+def _too_late() -> EnvironmentProblem:
+    return EnvironmentProblem(
+        "backend='multi_worker_mirrored' must be opened before any other TensorFlow operation of this process. Create "
+        "the Trainer (or the strategy) first, and build tensors and datasets afterwards."
+    )
+
+
+@contextlib.contextmanager
+def _hold_port() -> Iterator[socket.socket]:
+    """A free port that stays ours until TensorFlow's server listens on it.
+
+    The socket is bound but does not listen. With SO_REUSEPORT on both, the server binds the same port beside it, so
+    there is no moment at which another program could take the port.
+    """
+    os.environ["TF_GRPC_REUSE_PORT"] = "true"
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if held.family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        yield held
+
+
+def _resolver(channel: Channel, port: int, device: str) -> _Resolver:
+    ranks = channel.exchange("opening multi_worker_mirrored", [socket.gethostname(), _own_address(), port])
+    one_host = len({host for host, _, _ in ranks}) == 1
+    workers = [f"{'127.0.0.1' if one_host else address}:{port}" for _, address, port in ranks]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": workers}),
+        task_type="worker",
+        task_id=channel.rank,
+        rpc_layer="grpc",
+        num_accelerators={"GPU": 1} if device == "GPU" else {},
+    )
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the system chooses the interface that leads outside
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _addresses(resolver: _Resolver | None) -> Sequence[str]:
+    return resolver.cluster_spec().job_tasks("worker") if resolver else ()
+
+
+def _past_proxies(addresses: Sequence[str]) -> None:
+    """Keep grpc, which honours the proxy variables, from sending the traffic between ranks through a proxy."""
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    for name in ("no_grpc_proxy", "no_proxy"):
+        if hosts and (name in os.environ or name == "no_proxy"):
+            known = [host for host in os.environ.get(name, "").split(",") if host]
+            os.environ[name] = ",".join([*known, *(host for host in dict.fromkeys(hosts) if host not in known)])

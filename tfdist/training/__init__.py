@@ -1,0 +1,1 @@
+"""The trainer: one training step, run the same way on every synchronous backend."""

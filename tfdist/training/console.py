@@ -1,0 +1,162 @@
+"""What the chief shows while it trains: a progress bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["BarConsole", "Console", "LineConsole", "Plan", "SilentConsole", "open_console"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run is about to do."""
+
+    backend: str
+    replicas: int
+    steps: int
+    steps_per_epoch: int | None
+    global_batch_size: int
+    examples: int | None
+    threads: int
+
+    def headline(self) -> str:
+        """One line for the start of a run."""
+        replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        examples = "endless examples" if self.examples is None else f"{self.examples} examples"
+        return (
+            f"training on {self.backend}, {replicas}: {self.steps} steps of {self.global_batch_size} examples "
+            f"({examples}), {self.threads} intra-op thread(s)"
+        )
+
+    def position(self, step: int) -> str:
+        """Where a step is, as in `epoch 2/10 step 46/230`."""
+        if not self.steps_per_epoch:
+            return f"step {step}/{self.steps}"
+        epoch, epochs = -(-step // self.steps_per_epoch), -(-self.steps // self.steps_per_epoch)
+        return f"epoch {epoch}/{epochs} step {step}/{self.steps}"
+
+
+class Console(Protocol):
+    """Where a run is shown."""
+
+    def begin(self, plan: Plan) -> None: ...
+    def progress(self, step: int, loss: float, examples_per_second: float) -> None: ...
+    def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None: ...
+    def end(self, message: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class SilentConsole:
+    """For every process but the chief."""
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+        pass
+
+    def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        pass
+
+    def end(self, message: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LineConsole:
+    """Plain lines, at most one of progress every `interval` seconds."""
+
+    def __init__(self, interval: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._plan: Plan | None = None
+        self._next = clock()
+
+    def begin(self, plan: Plan) -> None:
+        self._plan = plan
+        print(plan.headline(), flush=True)
+
+    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+        assert self._plan is not None
+        now = self._clock()
+        if now < self._next and step < self._plan.steps:
+            return
+        self._next = now + self._interval
+        print(f"{self._plan.position(step)}  loss {loss:.4g}  {examples_per_second:.0f} examples/s", flush=True)
+
+    def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        assert self._plan is not None
+        print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", flush=True)
+
+    def end(self, message: str) -> None:
+        print(message, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class BarConsole:
+    """A progress bar of the whole run; evaluations stay above it as lines."""
+
+    def __init__(self, console: RichConsole) -> None:
+        self._plan: Plan | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=None, rate="", visible=False)
+
+    def begin(self, plan: Plan) -> None:
+        self._plan = plan
+        self._bar.start()
+        self._bar.print(plan.headline(), highlight=False)
+        self._bar.update(self._task, total=plan.steps, description="first step", visible=True)
+
+    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+        assert self._plan is not None
+        position = self._plan.position(step).partition(" step")[0]
+        self._bar.update(
+            self._task,
+            completed=step,
+            description=f"{position}  loss {loss:.4g}",
+            rate=f"{examples_per_second:.0f} examples/s",
+        )
+
+    def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        assert self._plan is not None
+        self._bar.print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", highlight=False)
+
+    def end(self, message: str) -> None:
+        self.close()
+        self._bar.console.print(message, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def open_console(*, visible: bool) -> Console:
+    """The console for this process and the stream it writes to."""
+    if not visible:
+        return SilentConsole()
+    if sys.stdout.isatty():
+        return BarConsole(RichConsole())
+    return LineConsole()
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
+    )

@@ -1,0 +1,144 @@
+"""From a task's examples to global batches that are the same on every backend and at every number of replicas.
+
+Global batch k of a seed holds the same examples everywhere. Replica r of R holds a contiguous piece of it; where the
+rows do not divide evenly, the first (rows mod R) replicas hold one more, and a piece may be empty. Every replica gets
+one piece for every global batch, so the number of steps is known to all and never depends on an iterator's end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.training.task import Task
+
+__all__ = ["Examples", "load_examples"]
+
+Batches = Iterator[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """The examples of one split."""
+
+    split: str
+    dataset: tf.data.Dataset
+    size: int | None
+    """Number of examples; None where the dataset never ends."""
+
+    def steps_per_epoch(self, global_batch_size: int) -> int:
+        """Global batches in one pass, the last one possibly smaller."""
+        assert self.size is not None
+        return -(-self.size // global_batch_size)
+
+    def training_batches(
+        self, strategy: tf.distribute.Strategy, *, global_batch_size: int, seed: int, shuffle_buffer: int
+    ) -> Batches:
+        """An endless iterator over the replicas' pieces of the global batches, epoch after epoch.
+
+        Each epoch is shuffled by (seed, epoch) through a buffer of `shuffle_buffer` examples (0: not at all), and cut
+        into global batches by itself.
+        """
+
+        def epoch(index: tf.Tensor) -> tf.data.Dataset:
+            examples = self.dataset
+            if shuffle_buffer:
+                buffer = min(shuffle_buffer, self.size or shuffle_buffer)
+                mixed = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), index)
+                examples = examples.shuffle(buffer, seed=mixed[1], reshuffle_each_iteration=False)
+            return examples.batch(global_batch_size)
+
+        # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
+        # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
+        tf.random.set_seed(seed + 1)
+        return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch))
+
+    def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
+        """The replicas' pieces of the global batches in the dataset's order."""
+        return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat())
+
+
+def load_examples(task: Task, split: str) -> Examples:
+    """Ask the task for a split and find out its size.
+
+    Raises:
+        UsageError: it is empty, has a wrong structure, or is finite but already batched to nothing.
+    """
+    source = task.dataset(split)
+    if not isinstance(source, tf.data.Dataset):
+        source = _from_arrays(split, source)
+    if not isinstance(source.element_spec, tuple) and type(task).train_step is Task.train_step:
+        raise UsageError(
+            f"the dataset of split {split!r} gives elements of type {type(source.element_spec).__name__}, but the "
+            "default step needs (inputs, labels) or (inputs, labels, weight). Change Task.dataset, or write your own "
+            "train_step."
+        )
+    size = int(source.cardinality())
+    if size == tf.data.UNKNOWN_CARDINALITY:
+        size = int(source.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    if size == 0:
+        raise UsageError(f"the dataset of split {split!r} is empty. Make Task.dataset({split!r}) give examples.")
+    return Examples(split, source, None if size == tf.data.INFINITE_CARDINALITY else size)
+
+
+def _from_arrays(split: str, arrays: Any) -> tf.data.Dataset:
+    try:
+        return tf.data.Dataset.from_tensor_slices(arrays)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        raise UsageError(
+            f"Task.dataset({split!r}) gave a {type(arrays).__name__} that is neither a tf.data.Dataset nor arrays with "
+            f"one first axis ({str(error).splitlines()[0]}). Return a dataset of (inputs, labels)."
+        ) from None
+
+
+def _distribute(strategy: tf.distribute.Strategy, global_batches: Callable[[], tf.data.Dataset]) -> Batches:
+    """An iterator that gives each replica its piece of each global batch.
+
+    The dataset is declared endless. Otherwise TensorFlow's multi-worker strategies ask all workers at every step
+    whether anyone has data left, which is one more collective.
+    """
+
+    def pieces(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        replicas = context.num_replicas_in_sync
+        here = replicas // context.num_input_pipelines
+        first = context.input_pipeline_id * here
+        batches = global_batches()
+        if here == 1:
+            batches = batches.map(lambda *batch: _piece(_element(batch), first, replicas), tf.data.AUTOTUNE)
+            batches = batches.prefetch(tf.data.AUTOTUNE)
+        else:
+            batches = batches.flat_map(
+                lambda *batch: tf.data.Dataset.range(first, first + here).map(
+                    lambda replica: _piece(_element(batch), replica, replicas)
+                )
+            )
+            batches = batches.prefetch(2 * here)
+            # TensorFlow's iterator over several devices cannot wake the thread that tunes its pipeline: when it is
+            # deleted, it waits for that thread's next round, up to a minute.
+            untuned = tf.data.Options()
+            untuned.autotune.enabled = False
+            batches = batches.with_options(untuned)
+        return batches.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+
+    return iter(strategy.distribute_datasets_from_function(pieces))
+
+
+def _element(batch: tuple[Any, ...]) -> Any:
+    """The element that `map` has spread over its function's arguments; a lone value is not a tuple of one."""
+    return batch if len(batch) > 1 else batch[0]
+
+
+def _piece(batch: Any, replica: int | tf.Tensor, replicas: int) -> Any:
+    """Rows of `replica`: contiguous, the first (rows mod replicas) replicas get one more."""
+    if replicas == 1:
+        return batch
+    rows = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+    replica = tf.cast(replica, tf.int64)
+    even, extra = rows // replicas, rows % replicas
+    start = replica * even + tf.minimum(replica, extra)
+    end = start + even + tf.cast(replica < extra, tf.int64)
+    return tf.nest.map_structure(lambda value: value[start:end], batch)

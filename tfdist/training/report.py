@@ -1,0 +1,129 @@
+"""What a run did and measured, as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist.errors import UsageError
+
+__all__ = ["Report", "StepTime", "check_writable", "step_time", "throughput", "versions", "write"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Milliseconds per step, without the first step; None where there were fewer than two."""
+
+    median: float | None
+    p10: float | None
+    p90: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A finished run."""
+
+    backend: str
+    task: str
+    processes: int
+    replicas_in_sync: int
+    global_batch_size: int
+    learning_rate: float
+    seed: int
+    epochs: int | None
+    """None where the run was counted in steps."""
+    steps: int
+    examples_seen: int
+    losses: list[float]
+    """Global mean data loss of every step, without penalties."""
+    metrics: dict[str, dict[str, float]]
+    """By split; the last evaluation."""
+    weights_sha256: str
+    """Over the bytes of the trainable weights in order."""
+    state_sha256: str
+    """Over all variables of the model, of the optimizer, and the step counter."""
+    step_time_ms: StepTime
+    examples_per_second: float | None
+    """Over all replicas, without the first step and without evaluation."""
+    traces: dict[str, int]
+    """How often each compiled loop was traced."""
+    intra_op_threads: int
+    versions: dict[str, str]
+
+
+def step_time(seconds: np.ndarray) -> StepTime:
+    """Quantiles over all steps but the first, which waits for the first examples and warms up."""
+    if len(seconds) < 2:
+        return StepTime(None, None, None)
+    p10, median, p90 = (float(q) for q in np.quantile(seconds[1:] * 1e3, [0.1, 0.5, 0.9]))
+    return StepTime(median=median, p10=p10, p90=p90)
+
+
+def throughput(rows: np.ndarray, seconds: np.ndarray) -> float | None:
+    """Examples per second over all steps but the first."""
+    if len(seconds) < 2:
+        return None
+    return float(rows[1:].sum() / seconds[1:].sum())
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("tfdist", "tensorflow", "keras", "numpy", "horovod", "mpi4py"):
+        for name in (package, f"{package}-cpu"):
+            try:
+                found[package] = importlib.metadata.version(name)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Find out before training whether the report can be written.
+
+    Raises:
+        UsageError: it cannot, and why.
+    """
+    reason = None
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.absolute().parent.is_dir():
+        reason = f"there is no folder {path.absolute().parent}"
+    else:
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+                pass
+            if path.exists() and not os.access(path, os.W_OK):
+                reason = "the file there is read-only"
+        except OSError as error:
+            reason = error.strerror
+    if reason:
+        raise UsageError(f"report={str(path)!r} cannot be written: {reason}. Give another path.")
+
+
+def write(report: Report, path: Path) -> None:
+    """Write the report whole or not at all."""
+    text = json.dumps(_json(dataclasses.asdict(report)), indent=1, allow_nan=False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def _json(value: Any) -> Any:
+    """Numbers that JSON does not know (NaN, infinity) become null."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
