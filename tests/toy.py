@@ -225,19 +225,24 @@ class Slow(ToyLine):
 
 @dataclasses.dataclass(kw_only=True)
 class Failing(ToyNet):
-    """Something goes wrong on rank `rank` at step `at`: it raises, leaves, or gets a NaN."""
+    """Something goes wrong on replica `replica` at step `at`: it raises, leaves, or gets a NaN."""
 
     how: str = "raise"
-    rank: int = 1
+    replica: int = 1
     at: int = 7
 
     def __post_init__(self) -> None:
         self.steps = 0
 
+    def evaluation_splits(self) -> tuple[str, ...]:
+        return ()
+
     def train_step(self, replica: Any, batch: Any) -> None:
-        def fault(losses: Any) -> Any:
+        def fault(losses: Any, replica_id: Any) -> Any:
+            if int(replica_id) != self.replica:
+                return losses
             self.steps += 1
-            if identify().rank == self.rank and self.steps == self.at:
+            if self.steps == self.at:
                 if self.how == "raise":
                     raise ValueError("the sky is falling")
                 if self.how == "exit":
@@ -251,7 +256,7 @@ class Failing(ToyNet):
         inputs, labels = batch
         with tf.GradientTape() as tape:
             losses = self.losses(labels, replica.model(inputs, training=True))
-            faulty = tf.py_function(fault, [losses], tf.float32)
+            faulty = tf.py_function(fault, [losses, replica.id], tf.float32)
             loss = replica.loss(losses + tf.ensure_shape(tf.stop_gradient(faulty - losses), [None]))
         variables = replica.model.trainable_variables
         replica.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))

@@ -11,17 +11,20 @@ import sys
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import docstring_parser
 import jsonargparse
 
 from tfdist import __version__
-from tfdist.cluster.causes import cause_of, task_traceback
+from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.config import Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
+
+if TYPE_CHECKING:
+    from tfdist.strategies.session import Session
 
 __all__ = ["main"]
 
@@ -29,11 +32,12 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    chief = True
+    speaks = True
     channel: Channel | None = None
     try:
         identity = identify()
-        chief = identity.is_chief
+        # Under an MPI launcher one console shows all ranks; otherwise each process has its own.
+        speaks = identity.is_chief or identity.launcher != "mpi"
         _answer_help(arguments, identity)
         from tfdist.strategies.session import process
 
@@ -44,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tfdist: interrupted", file=sys.stderr)
         return 130
     except TfdistError as error:
-        if chief:
+        if speaks:
             print(f"tfdist: error: {error}", file=sys.stderr, flush=True)
         if error.shared and channel is not None:
             channel.exchange("the end", None)  # the launcher ends all ranks as soon as one leaves with an error
-        elif not chief:
+        elif not speaks:
             time.sleep(1)  # for the chief's message, likewise
         return error.exit_code
     except Exception as error:  # of a job with one process: the task's own code
@@ -61,7 +65,9 @@ def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
     from tfdist.strategies.session import open_session
 
     # The backend first: TensorFlow's multi-worker strategy must be there before the task's module runs any operation.
-    open_session(command.backend, command.replicas, command.intra_op_threads)
+    session = open_session(command.backend, command.replicas, command.intra_op_threads)
+    if command.verbose:
+        _show(session)
 
     from tfdist.tasks.load import load_task
     from tfdist.training import report
@@ -79,19 +85,42 @@ def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
         report.write(result, command.report)
 
 
+def _show(session: Session) -> None:
+    """The resolved cluster, one line for each process, printed by the chief."""
+    places = session.channel.exchange("showing the cluster", session.place())
+    if session.is_chief:
+        print(f"backend {session.backend}, {session.strategy.num_replicas_in_sync} replica(s) in sync")
+        for place in places:
+            print("  " + "  ".join(f"{name} {value}" for name, value in place.items()), flush=True)
+
+
 def _parse(arguments: Sequence[str]) -> TrainCommand:
     parser = _parser()
-    known = {option.lstrip("-") for action in _train_parser()._actions for option in action.option_strings}
     try:
         values = parser.parse_args(list(arguments)).train
     except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", text)
-        raise UsageError(text + (closest(unknown.group(1), known) if unknown else "")) from None
+        raise _clear(" ".join(str(error).split())) from None
     if values is None:
         raise UsageError("no command. Try: tfdist train --help")
     fields = {field.name for field in dataclasses.fields(TrainCommand)}
     return TrainCommand(**{name: value for name, value in vars(values).items() if name in fields})
+
+
+def _clear(message: str) -> UsageError:
+    """The parser's message as setting, value and way out."""
+    fields = {field.name for field in dataclasses.fields(TrainCommand)}
+    unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", message)
+    if unknown:
+        flag = unknown.group(1)
+        near = closest(flag, [name.replace("_", "-") for name in fields])
+        return UsageError(f"--{flag} is not a flag.{near} See: tfdist train --help")
+    value = re.search(r'Parser key "(\w+)".*Given value: (.*)$', message)
+    if value and value.group(1) in fields:
+        name, given = value.groups()
+        types = str(typing.get_type_hints(TrainCommand)[name])
+        kind = "a whole number" if "int" in types else "a number" if "float" in types else f"of type {types}"
+        return UsageError(f"{name}={given} must be {kind}.")
+    return UsageError(message)
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -141,6 +170,6 @@ def _answer_help(arguments: Sequence[str], identity: Identity) -> None:
 
 
 def _tell(error: Exception) -> None:
-    print(task_traceback(error), file=sys.stderr)
+    print(account(error), file=sys.stderr)
     where = " ".join(getattr(error, "__notes__", ()))
     print(f"tfdist: failed {where}: {cause_of(error)}", file=sys.stderr, flush=True)

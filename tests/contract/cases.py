@@ -26,7 +26,9 @@ RANK = identify().rank
 class Runner:
     """Trains tasks on one backend at one number of replicas."""
 
-    def __init__(self, backend: str, replicas: int | None) -> None:
+    def __init__(self, backend: str, count: int) -> None:
+        self.count = count
+        replicas = count if backend == "mirrored" else None
         # One thread everywhere, as four replicas on two cores would get: equal bits need equal threads.
         self._common = {"backend": backend, "replicas": replicas, "shuffle_buffer": 0, "intra_op_threads": 1}
 
@@ -142,7 +144,7 @@ def evaluation(run: Runner) -> Any:
 
 
 def not_finite(run: Runner) -> Any:
-    return run.error(toy.Failing(how="nan", rank=RANK_WITH_FAULT, at=3), steps=5)
+    return run.error(toy.Failing(how="nan", replica=min(1, run.count - 1), at=3), steps=5)
 
 
 def bad_tasks(run: Runner) -> Any:
@@ -175,14 +177,13 @@ CASES: dict[str, Callable[[Runner], Any]] = {
         not_finite,
     )
 }
-FEW = {name: CASES[name] for name in ("uneven_rows", "batch_norm", "row_coverage", "throughput", "digits")}
+FEW = {name: CASES[name] for name in ("uneven_rows", "batch_norm", "row_coverage", "digits")}
 """For more than two replicas, where starting and tracing take longer and less can be new."""
-RANK_WITH_FAULT = min(1, identify().size - 1)
 
 
 def main(folder: Path, backend: str, replicas: list[int]) -> None:
     for count in replicas or [identify().size]:
-        run = Runner(backend, count if backend == "mirrored" else None)
+        run = Runner(backend, count)
         cases = dict(CASES if count <= 2 else FEW)
         if identify().size == 2:
             cases["ranks_disagree"] = ranks_disagree

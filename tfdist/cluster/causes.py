@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tfdist.errors import TfdistError
 
-__all__ = ["cause_of", "task_traceback", "unwrapped"]
+__all__ = ["account", "cause_of", "is_aftermath", "task_traceback", "unwrapped"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -29,6 +29,23 @@ def task_traceback(error: BaseException) -> str:
     return "".join(report.format()).rstrip()
 
 
+def account(error: BaseException) -> str:
+    """All that is worth telling about an error: TensorFlow's own account of a failed step, else the traceback.
+
+    The Python frames above a failed step are ours and TensorFlow's; its message holds the task's, where it has some.
+    """
+    if _of_tensorflow(error):
+        kept = [line for line in str(error).splitlines() if line.strip()]
+        return "\n".join([f"{type(error).__name__}: {kept[0] if kept else ''}", *kept[1:]])
+    return task_traceback(error)
+
+
+def is_aftermath(error: BaseException) -> bool:
+    """Whether the error says no more than that another process has gone."""
+    text = str(error)
+    return _of_tensorflow(error) and "Traceback (most recent" not in text and bool(_PEER_GONE.search(text))
+
+
 def cause_of(error: BaseException) -> str:
     """One line: the kind and the text of the first cause, also where TensorFlow has wrapped a Python exception."""
     if isinstance(error, TfdistError):
@@ -37,10 +54,23 @@ def cause_of(error: BaseException) -> str:
         return f"SystemExit: the task's code called exit({error.code!r})"
     text = str(error)
     # An exception in a py_function comes back as "{{function_node …}} ValueError: text\nTraceback …".
-    python = re.search(
-        r"^(?:\{\{.*?\}\}\s*)*([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning): .*)$", text, re.M
-    )
-    if python and "Traceback" in text:
+    python = _PYTHON_ERROR.search(text)
+    if python and "Traceback (most recent" in text:
         return python.group(1)
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    return f"{type(error).__name__}: {first}"
+    telling = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
+    return f"{type(error).__name__}: {telling[0] if telling else ''}".rstrip(": ")
+
+
+_PYTHON_ERROR = re.compile(
+    r"^(?:\{\{.*?\}\}\s*)*([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning): .*)$", re.M
+)
+_NOISE = re.compile(r'Graph execution error|Detected at node|\s*File "|\s*\[\[|The error could be from a previous')
+_PEER_GONE = re.compile(
+    r"Connection reset by peer|Socket closed|failed to connect|Connection refused|has been shut down|"
+    r"Collective ops is aborted|preempted|heartbeat",
+    re.I,
+)
+
+
+def _of_tensorflow(error: BaseException) -> bool:
+    return type(error).__module__.startswith("tensorflow.")

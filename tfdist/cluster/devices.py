@@ -20,7 +20,8 @@ def take_device(identity: Identity, channel: Channel) -> str:
         `GPU:0`, or `CPU:0` where there is no GPU.
 
     Raises:
-        EnvironmentProblem: there are more ranks on this host than GPUs, or TensorFlow has already used them all.
+        EnvironmentProblem: there are more ranks on this host than GPUs, or TensorFlow has already used them
+        all.
     """
     import tensorflow as tf
 

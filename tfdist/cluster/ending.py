@@ -31,7 +31,8 @@ def end_together(channel: MpiChannel) -> None:
 
     @atexit.register
     def wait_for_the_others() -> None:
-        # Not for ever: another rank may be in a collective that waits for this one. It fails when this one leaves.
+        # Not for ever: another rank may be in a collective that waits for this one. It fails when this one
+        # leaves.
         arrived = world.Ibarrier()
         patience = time.monotonic() + PATIENCE_SECONDS
         while not arrived.Test() and time.monotonic() < patience:
@@ -46,7 +47,8 @@ def end_together(channel: MpiChannel) -> None:
             "ending the job.",
             file=sys.stderr,
         )
-        time.sleep(0.2)  # the launcher forwards our output, and drops what it has not read when it ends the job
+        # The launcher forwards our output, and drops what it has not read when it ends the job.
+        time.sleep(0.2)
         channel.abort(1)
 
     sys.excepthook = end_the_job

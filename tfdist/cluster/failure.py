@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from tfdist.cluster.causes import cause_of, task_traceback
+from tfdist.cluster.causes import account, cause_of, is_aftermath
 from tfdist.cluster.channel import Channel
 from tfdist.errors import TfdistError
 
 __all__ = ["ends_the_job"]
+
+_AFTERMATH_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -35,10 +37,14 @@ def ends_the_job(channel: Channel, where: Callable[[], str]) -> Iterator[None]:
         if channel.size == 1:
             error.add_note(where())
             raise
-        if not isinstance(error, TfdistError):
-            print(task_traceback(error), file=sys.stderr)
         rank = f"rank {channel.rank} of {channel.size} (host {socket.gethostname()})"
-        print(f"tfdist: {rank} failed {where()}: {cause_of(error)}", file=sys.stderr, flush=True)
+        if is_aftermath(error):
+            time.sleep(_AFTERMATH_SECONDS)  # the process that failed first ends this one, after it has told why
+            print(f"tfdist: {rank} lost another rank {where()}: {cause_of(error)}", file=sys.stderr, flush=True)
+        else:
+            if not isinstance(error, TfdistError):
+                print(account(error), file=sys.stderr)
+            print(f"tfdist: {rank} failed {where()}: {cause_of(error)}", file=sys.stderr, flush=True)
         time.sleep(0.2)  # the launcher forwards our output, and drops what it has not read when it ends the job
         channel.abort(error.exit_code if isinstance(error, TfdistError) else 1)
         raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem
 
-__all__ = ["import_tensorflow", "intra_op_threads", "prepare", "usable_cores"]
+__all__ = ["import_tensorflow", "intra_op_threads", "prepare", "terminal_width", "usable_cores"]
 
 _DEFAULTS = {
     # A waiting rank gives its core to the others: four ranks on two cores would fight for them otherwise.
@@ -93,6 +93,27 @@ def intra_op_threads(identity: Identity, local_replicas: int, chosen: int | None
     return max(1, usable_cores(identity) // (identity.local_size * local_replicas))
 
 
+def terminal_width(identity: Identity) -> int | None:
+    """Columns of the terminal that shows what this process prints; None where no terminal does.
+
+    mpirun gives every rank a terminal of its own and forwards what is printed there, so its own output counts.
+    """
+    if not sys.stdout.isatty():
+        return None
+    if identity.launcher != "mpi":
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    try:
+        descriptor = os.open(f"/proc/{_launcher()}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    try:
+        return os.get_terminal_size(descriptor).columns
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def _widen_binding(identity: Identity) -> None:
     """Mpirun binds small jobs to one core each; widen where that leaves cores of the job unused."""
     job = _job_cores(identity)
@@ -104,19 +125,22 @@ def _widen_binding(identity: Identity) -> None:
 
 def _job_cores(identity: Identity) -> set[int]:
     own = os.sched_getaffinity(0)
-    if identity.launcher != "mpi":
-        return own
+    launcher = _launcher() if identity.launcher == "mpi" else None
+    return own if launcher is None else own | os.sched_getaffinity(launcher)
+
+
+def _launcher() -> int | None:
+    """Process id of the MPI launcher on this host; a shell or a wrapper may stand between it and this process."""
     pid = os.getppid()
-    for _ in range(8):  # a shell or a wrapper may stand between the launcher and this process
+    for _ in range(8):
         try:
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name in _LAUNCHERS:
-                return own | os.sched_getaffinity(pid)
+            if Path(f"/proc/{pid}/comm").read_text().strip() in _LAUNCHERS:
+                return pid
             # "pid (name) state ppid …": the name may hold spaces and brackets
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             break
-    return own
+    return None
 
 
 def _quota() -> int:

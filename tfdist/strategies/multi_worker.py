@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -19,14 +19,14 @@ from tfdist.strategies.table import Place
 
 __all__ = ["MultiWorkerMirrored", "open_multi_worker"]
 
-_Resolver = tf.distribute.cluster_resolver.ClusterResolver
+_Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` on which Keras 3's fit, evaluate and predict run.
 
-    Keras 3 hands `reduce` a tuple of tensors, and asks for `axis=0` of scalars; TensorFlow's own `reduce` takes
-    neither. With a channel, all processes also compare each new variable before it is made.
+    Keras 3 hands `reduce` a tuple of tensors, and asks for `axis=0` of scalars; TensorFlow's own `reduce`
+    takes neither. With a channel, all processes also compare each new variable before it is made.
     """
 
     def __init__(self, cluster_resolver: _Resolver | None = None, channel: Channel | None = None) -> None:
@@ -62,13 +62,14 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
 
     def _create_same_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         value = kwargs.get("initial_value")
-        if value is None or hasattr(value, "checkpoint_position"):  # being restored; TensorFlow tells it by its class
+        # A value that is being restored is left as it is: TensorFlow tells it by its class.
+        if value is None or hasattr(value, "checkpoint_position"):
             return next_creator(**kwargs)
+
+        path = "/".join(part for part in (tf.get_current_name_scope(), kwargs.get("name") or "Variable") if part)
 
         def same() -> tf.Tensor:
             tensor = tf.convert_to_tensor(value() if callable(value) else value, dtype=kwargs.get("dtype"))
-            scope = tf.get_current_name_scope()
-            path = "/".join(part for part in (scope, kwargs.get("name") or "Variable") if part)
             check_same_variable(self._channel, path, str(tensor.shape), tensor.dtype.name)
             return tensor
 
@@ -149,8 +150,8 @@ def _too_late() -> EnvironmentProblem:
 def _hold_port() -> Iterator[socket.socket]:
     """A free port that stays ours until TensorFlow's server listens on it.
 
-    The socket is bound but does not listen. With SO_REUSEPORT on both, the server binds the same port beside it, so
-    there is no moment at which another program could take the port.
+    The socket is bound but does not listen. With SO_REUSEPORT on both, the server binds the same port beside
+    it, so there is no moment at which another program could take the port.
     """
     os.environ["TF_GRPC_REUSE_PORT"] = "true"
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+import socket
+from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import runtime
 from tfdist.cluster.channel import Alone, Channel, open_mpi, together
@@ -32,6 +33,20 @@ class Session:
     def is_chief(self) -> bool:
         """Whether this process prints and writes files for the job."""
         return self.identity.is_chief
+
+
+    def place(self) -> dict[str, Any]:
+        """Where this process runs and what it uses, for people."""
+        identity = self.identity
+        return {
+            "rank": f"{identity.rank}/{identity.size}",
+            "host": socket.gethostname(),
+            "local rank": f"{identity.local_rank}/{identity.local_size}",
+            "launcher": identity.launcher,
+            "cores": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "intra-op threads": self.intra_op_threads,
+            "devices": ",".join(self.strategy.extended.worker_devices),
+        }
 
 
 _alone = Alone()

@@ -57,8 +57,8 @@ def build_optimizer(task: Task, model: keras.Model, learning_rate: float) -> ker
         )
     if optimizer.gradient_accumulation_steps:
         raise UsageError(
-            f"the optimizer {name} has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, which fails "
-            "inside a tf.distribute replica. Leave it out and use a larger global_batch_size."
+            f"the optimizer {name} has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, which "
+            "fails inside a tf.distribute replica. Leave it out and use a larger global_batch_size."
         )
     optimizer.build(model.trainable_variables)
     return optimizer

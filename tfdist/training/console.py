@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -122,7 +121,7 @@ class BarConsole:
     def begin(self, plan: Plan) -> None:
         self._plan = plan
         self._bar.start()
-        self._bar.print(plan.headline(), highlight=False)
+        self._bar.print(plan.headline(), highlight=False, soft_wrap=True)
         self._bar.update(self._task, total=plan.steps, description="first step", visible=True)
 
     def progress(self, step: int, loss: float, examples_per_second: float) -> None:
@@ -137,23 +136,26 @@ class BarConsole:
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
         assert self._plan is not None
-        self._bar.print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", highlight=False)
+        self._bar.print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", highlight=False, soft_wrap=True)
 
     def end(self, message: str) -> None:
         self.close()
-        self._bar.console.print(message, highlight=False)
+        self._bar.console.print(message, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()
 
 
-def open_console(*, visible: bool) -> Console:
-    """The console for this process and the stream it writes to."""
+def open_console(*, visible: bool, width: int | None) -> Console:
+    """The console for this process.
+
+    Args:
+        visible: whether this process speaks at all.
+        width: columns of the terminal that shows its output; None where no terminal does.
+    """
     if not visible:
         return SilentConsole()
-    if sys.stdout.isatty():
-        return BarConsole(RichConsole())
-    return LineConsole()
+    return LineConsole() if width is None else BarConsole(RichConsole(width=width or None))
 
 
 def _numbers(metrics: dict[str, float]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tfdist.cluster.channel import require_same, together
 from tfdist.cluster.failure import ends_the_job
+from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings
 from tfdist.errors import NonFiniteError, RanksDisagree, UsageError
 from tfdist.strategies.session import Session, open_session
@@ -85,7 +86,7 @@ class Trainer:
         channel = self.session.channel
         with ends_the_job(channel, lambda: "before training"):
             plan = together(channel, "preparing training", self._prepare)
-        console = open_console(visible=self.session.is_chief)
+        console = open_console(visible=self.session.is_chief, width=terminal_width(self.session.identity))
         try:
             with ends_the_job(channel, lambda: f"at step {self.step + self._loop.steps_done() + 1}"):
                 console.begin(plan)

@@ -1,0 +1,201 @@
+"""`scripts/train.py` as a user starts it: what it prints, writes and ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import ROOT, Ended, run_alone, run_mpi, run_tf_config
+
+TRAIN = ROOT / "scripts" / "train.py"
+TOY = ROOT / "tests" / "toy.py"
+
+BACKENDS_OF_PROCESSES = ["horovod", "multi_worker_mirrored"]
+
+
+def ours(job: Ended) -> list[str]:
+    """The lines that tfdist itself printed."""
+    return [line for line in job.output.splitlines() if line.startswith("tfdist:")]
+
+
+def refused(job: Ended, *parts: str) -> None:
+    """The job ended with exit code 2 and one message that holds all parts."""
+    assert job.code == 2, job.output[-3000:]
+    assert len(ours(job)) == 1, job.output[-3000:]
+    assert "Traceback" not in job.output
+    for part in parts:
+        assert part in ours(job)[0]
+
+
+def test_help_is_quick_and_leaves_tensorflow_alone() -> None:
+    start = time.monotonic()
+    command = [sys.executable, "-X", "importtime", TRAIN, "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    elapsed = time.monotonic() - start
+    for flag in ("--backend", "--task-args", "--global-batch-size", "--steps-per-chunk", "--report", "--replicas"):
+        assert flag in answer.stdout
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in answer.stderr.splitlines()}
+    assert not imported & {"tensorflow", "keras", "horovod", "jax", "sklearn"}
+    assert elapsed < 10  # half a second is the aim; a time limit in a test must not depend on a busy machine
+
+
+def test_jax_is_not_imported(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom tfdist.cli import main\ncode = main(['train', '--steps', '1', '--backend', 'one_device'])\n"
+        "found = [name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib')]\n"
+        "sys.exit(code or (f'imported {found}' if found else 0))\n"
+    )
+    run_alone(program).check()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The three commands of the README, each with two replicas."""
+    folder = tmp_path_factory.mktemp("reports")
+    common = ["--steps", "20", "--report"]
+    run_mpi(2, TRAIN, "--backend", "horovod", *common, folder / "horovod.json").check()
+    run_mpi(2, TRAIN, "--backend", "multi_worker_mirrored", *common, folder / "multi_worker.json").check()
+    run_alone(TRAIN, "--backend", "mirrored", "--replicas", "2", *common, folder / "mirrored.json").check()
+    for job in run_tf_config(2, TRAIN, *common, folder / "tf_config.json"):
+        job.check()
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_two_replicas_give_the_same_bits_on_every_backend(reports: dict[str, dict[str, Any]]) -> None:
+    assert len(reports) == 4
+    for key in ("weights_sha256", "state_sha256"):
+        assert len({report[key] for report in reports.values()}) == 1
+    assert len({tuple(report["losses"]) for report in reports.values()}) == 1
+
+
+def test_the_report_holds_what_it_promises(reports: dict[str, dict[str, Any]]) -> None:
+    for name, report in reports.items():
+        backend = {"multi_worker": "multi_worker_mirrored", "tf_config": "multi_worker_mirrored"}.get(name, name)
+        assert report["backend"] == backend
+        assert report["processes"] == (1 if name == "mirrored" else 2)
+        assert report["replicas_in_sync"] == 2
+        assert report["global_batch_size"] == 32
+        assert report["steps"] == len(report["losses"]) == 20
+        assert report["examples_seen"] == 640
+        assert 0 < report["metrics"]["test"]["accuracy"] <= 1
+        assert 0 < report["step_time_ms"]["p10"] <= report["step_time_ms"]["median"] <= report["step_time_ms"]["p90"]
+        assert report["examples_per_second"] > 0
+        assert set(report["traces"].values()) == {1}
+        assert report["intra_op_threads"] >= 1
+        assert {"python", "tensorflow", "keras", "numpy", "tfdist"} <= set(report["versions"])
+
+
+def test_the_chief_alone_speaks_and_mpirun_defaults_to_horovod() -> None:
+    job = run_mpi(4, TRAIN, "--epochs", "1", "--global-batch-size", "128").check()
+    assert job.output.count("training on horovod, 4 replicas") == 1
+    assert job.output.count("test: loss") == 1
+    assert "\x1b" not in job.output, "no terminal, so no bar"
+
+
+@pytest.mark.parametrize("backend", BACKENDS_OF_PROCESSES)
+def test_one_failing_rank_ends_the_job_and_is_named(backend: str) -> None:
+    start = time.monotonic()
+    flags = ["--backend", backend, "--task", f"{TOY}:Failing", "--steps", "50"]
+    job = run_mpi(3, TRAIN, *flags, timeout=100)
+    assert job.code not in (0, 124), job.output[-3000:]
+    assert time.monotonic() - start < 90
+    last = ours(job)[-1]
+    assert "rank 1 of 3" in last
+    assert "step 7" in last
+    assert "ValueError: the sky is falling" in last
+    assert job.output.count("Traceback (most recent call last)") <= 2  # the task's, with TensorFlow's copy in its text
+
+
+@pytest.mark.parametrize("backend", BACKENDS_OF_PROCESSES)
+def test_ranks_of_different_shapes_end_the_job(backend: str) -> None:
+    job = run_mpi(2, TRAIN, "--backend", backend, "--task", f"{TOY}:OwnShape", timeout=60)
+    assert job.code not in (0, 124), job.output[-3000:]
+    assert len(ours(job)) == 1
+    assert "hidden/kernel" in ours(job)[0]
+    assert "(8, 17)" in ours(job)[0]
+    assert "(8, 16)" in ours(job)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--backend", "horovid"], ["backend='horovid'", "Did you mean 'horovod'?"]),
+        (["--stps", "3"], ["--stps is not a flag", "Did you mean 'steps'?"]),
+        (["--steps", "0"], ["steps=0"]),
+        (["--steps", "many"], ["steps=many must be a whole number"]),
+        (["--global-batch-size", "-1"], ["global_batch_size=-1"]),
+        (["--steps", "3", "--epochs", "3"], ["epochs=3", "steps=3"]),
+        (["--learning-rate", "nan"], ["learning_rate=nan", "a number"]),
+        (["--task", "nowhere.py:Task"], ["nowhere.py"]),
+        (["--task", f"{TOY}:Missing"], ["'Missing'", "ToyLine"]),
+        (["--task", f"{TOY}:NoTask"], ["'NoTask'", "not a subclass of tfdist.Task"]),
+        (["--task", "no.such.module:Task"], ["no.such.module"]),
+        (["--task", "digit"], ["Did you mean 'digits'?"]),
+        (["--task-args", "filtres=3"], ["filtres", "Did you mean 'filters'?"]),
+        (["--task-args", "filters=three"], ["filters", "three"]),
+        (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+        (["--report", "/"], ["it is a folder"]),
+        (["--replicas", "2", "--backend", "horovod"], ["replicas=2"]),
+        (["--replicas", "2", "--backend", "one_device"], ["replicas=2"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+    ids=lambda value: " ".join(value).replace(str(ROOT), ".") if isinstance(value, list) and value[0] != "x" else None,
+)
+def test_bad_flags_are_refused_before_training(flags: list[str], parts: list[str]) -> None:
+    refused(run_alone(TRAIN, *flags), *parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--backend", "mirrored"], ["backend='mirrored'", "the launcher started 2", "--backend horovod"]),
+        (["--steps", "0"], ["steps=0"]),
+        (["--task", f"{TOY}:Missing"], ["'Missing'"]),
+        (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+        (["--task", f"{TOY}:Broken", "--task-args", "wrong=scalar loss"], ["the loss has shape ()"]),
+    ],
+    ids=["single-process backend", "steps", "task", "report", "loss"],
+)
+def test_bad_input_is_told_once_under_mpirun(flags: list[str], parts: list[str]) -> None:
+    refused(run_mpi(2, TRAIN, *flags), *parts)
+
+
+def test_a_launcher_whose_processes_do_not_find_each_other_is_refused() -> None:
+    alone = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    job = run_alone(TRAIN, "--steps", "1", env=alone)
+    assert job.code == 1, job.output
+    assert "the launcher says rank 0 of 2 processes, but MPI says rank 0 of 1" in ours(job)[-1]
+
+
+def test_without_horovod_the_other_backends_run(tmp_path: Path) -> None:
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = staticmethod(\n"
+        "    lambda name, *args: None if name.split('.')[0] == 'horovod' else find(name, *args)\n"
+        ")\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    job = run_mpi(2, TRAIN, "--steps", "1", env=environment)
+    assert job.code == 1, job.output
+    assert len(ours(job)) == 1
+    assert "Horovod is not installed" in ours(job)[0]
+    assert "python -m hvd_backend.build" in ours(job)[0]
+    run_mpi(2, TRAIN, "--steps", "1", "--backend", "multi_worker_mirrored", env=environment).check()
+
+
+def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("backend: one_device\nsteps: 3\nglobal_batch_size: 8\n")
+    report = tmp_path / "report.json"
+    run_alone(TRAIN, "--config", config, "--steps", "2", "--report", report).check()
+    written = json.loads(report.read_text())
+    assert (written["backend"], written["steps"], written["global_batch_size"]) == ("one_device", 2, 8)

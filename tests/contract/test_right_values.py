@@ -1,0 +1,261 @@
+"""The right values on every backend: small cases whose answers were worked out by hand.
+
+Each backend is started once (`cases.py`); the tests below look at what it wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs import run_alone, run_mpi
+
+CASES = Path(__file__).with_name("cases.py")
+FOLDER = Path(tempfile.mkdtemp(prefix="tfdist-cases-"))
+
+ONE = [("one_device", 1)]
+TWO = [("mirrored", 2), ("horovod", 2), ("multi_worker_mirrored", 2)]
+MORE = [(backend, count) for count in (3, 4) for backend in ("mirrored", "horovod", "multi_worker_mirrored")]
+IDS = [f"{backend}-{count}" for backend, count in [*ONE, *TWO, *MORE]]
+
+Result = dict[str, Any]
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@functools.cache
+def started(backend: str, count: int) -> str:
+    if backend in ("one_device", "mirrored"):
+        # One process does all numbers of replicas: importing and warming up TensorFlow is what takes time.
+        return run_alone(CASES, FOLDER, backend, *((1,) if backend == "one_device" else (4, 3, 2)), timeout=390).output
+    return run_mpi(count, CASES, FOLDER, backend, timeout=390).output
+
+
+@functools.cache
+def results(backend: str, count: int) -> list[Result]:
+    """What each process of the job got, by rank."""
+    output = started(backend, 0 if backend in ("one_device", "mirrored") else count)
+    files = sorted(FOLDER.glob(f"{backend}-{count}-*.json"))
+    processes = 1 if backend in ("one_device", "mirrored") else count
+    assert len(files) == processes, f"{backend} with {count}: {len(files)} processes finished\n{output[-5000:]}"
+    return [json.loads(path.read_text()) for path in files]
+
+
+def each(*groups: list[tuple[str, int]]) -> pytest.MarkDecorator:
+    pairs = [pair for group in groups for pair in group]
+    return pytest.mark.parametrize(("backend", "count"), pairs, ids=[f"{b}-{c}" for b, c in pairs])
+
+
+def reference(case: str) -> Any:
+    return results("one_device", 1)[0][case]
+
+
+def weight(fit: Result) -> float:
+    return float(np.ravel(fit["weights"][0])[0])
+
+
+@each(ONE, TWO, MORE)
+def test_uneven_rows_are_weighted_by_example(backend: str, count: int) -> None:
+    # One step moves w by 0.2·(m − w), m the mean target of its rows. 5 rows: (0+1+2+3)/4 = 1.5, then 4.
+    for process in results(backend, count):
+        got = process["uneven_rows"]
+        for rows, right, steps in (("3", 1.0, 1), ("5", 1.68, 2), ("6", 1.78, 2)):
+            assert weight(got[rows]) == pytest.approx(right, abs=1e-5)
+            assert got[rows]["steps"] == steps
+            assert got[rows]["examples_seen"] == int(rows)
+            assert got[rows]["traces"]["train"] == 1
+            assert got[rows]["replicas_in_sync"] == count
+
+
+@each(ONE, TWO)
+def test_the_reported_loss_is_the_global_mean(backend: str, count: int) -> None:
+    # Σ (1 − i)² for i = 0…7 is 92; 92 / 8 = 11.5.
+    for process in results(backend, count):
+        assert process["reported_loss"] == pytest.approx([11.5], abs=1e-5)
+
+
+@each(ONE, TWO)
+def test_example_weights_divide_globally(backend: str, count: int) -> None:
+    # Weights 1, 0, 2, 0.5, 4 of targets 0…4: m = (0 + 4 + 1.5 + 16) / 7.5, w = 1 + 0.2·(m − 1); loss Σ w(1−y)²/7.5.
+    for process in results(backend, count):
+        assert weight(process["weighted_rows"]) == pytest.approx(1 + 0.2 * (21.5 / 7.5 - 1), abs=1e-5)
+        assert process["weighted_rows"]["losses"] == pytest.approx([41 / 7.5], abs=1e-5)
+
+
+@each(ONE, TWO)
+def test_penalties_enter_once_and_stay_out_of_the_loss(backend: str, count: int) -> None:
+    # Targets 0…4: data gradient 2·(1 − 2) = −2; penalty 0.5·w² adds 1; w = 1 − 0.1·(−2 + 1) = 1.1.
+    for process in results(backend, count):
+        for kind in ("weights", "activity"):
+            assert weight(process["penalties"][kind]) == pytest.approx(1.1, abs=1e-6)
+            assert process["penalties"][kind]["losses"] == pytest.approx([3.0], abs=1e-5)
+
+
+@each(ONE, TWO)
+def test_an_optimizer_that_clips_does_so_after_the_reduction(backend: str, count: int) -> None:
+    # Gradients 6 and −2 of the rows, mean 2. Clipped to 1: w = 0. Not clipped: w = −1. Clipped before: w = 1.
+    for process in results(backend, count):
+        assert np.ravel(process["clip_after_reduction"]["1.0"]) == pytest.approx([0.0], abs=1e-6)
+        assert np.ravel(process["clip_after_reduction"]["None"]) == pytest.approx([-1.0], abs=1e-6)
+
+
+@each(ONE, TWO)
+def test_all_ranks_take_the_mean_step(backend: str, count: int) -> None:
+    weights = [np.ravel(process["two_targets"])[0] for process in results(backend, count)]
+    assert weights[0] == pytest.approx(1.8, abs=1e-6)
+    assert max(weights) - min(weights) == 0
+
+
+@each([("horovod", 2)])
+def test_an_optimizer_wrapped_by_horovod_is_refused(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        assert process["wrapped_optimizer"].startswith("UsageError")
+        assert "SGD is wrapped by Horovod (DistributedOptimizer)" in process["wrapped_optimizer"]
+
+
+@each(TWO)
+def test_the_toy_net_is_bit_identical_with_two_replicas(backend: str, count: int) -> None:
+    expected = results("mirrored", 2)[0]["toy_net"]
+    for process in results(backend, count):
+        for key in ("weights_sha256", "state_sha256", "losses", "metrics"):
+            assert process["toy_net"][key] == expected[key]
+        for mine, theirs in zip(process["toy_net"]["weights"], reference("toy_net")["weights"], strict=True):
+            assert np.abs(np.array(mine) - np.array(theirs)).max() <= 1e-5
+
+
+@each(ONE, TWO)
+def test_a_step_written_by_hand_equals_the_default_step(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        assert process["own_step"]["state_sha256"] == process["toy_net"]["state_sha256"]
+
+
+@each(TWO, MORE)
+def test_local_batch_norm_survives_empty_replicas(backend: str, count: int) -> None:
+    native = results("mirrored", count)[0]["batch_norm"]["False"]
+    for process in results(backend, count):
+        got = process["batch_norm"]["False"]
+        assert got["steps"] == 6
+        for name, values in got["state"].items():
+            assert np.isfinite(values).all(), name
+        if count == 2:
+            assert got["state_sha256"] == native["state_sha256"]
+        assert got["losses"] == pytest.approx(native["losses"], abs=1e-5)
+
+
+@each(TWO, MORE)
+def test_synchronized_batch_norm_equals_one_device(backend: str, count: int) -> None:
+    right = reference("batch_norm")["True"]
+    for process in results(backend, count):
+        got = process["batch_norm"]["True"]
+        assert got["losses"] == pytest.approx(right["losses"], abs=1e-5)
+        assert len(got["state"]) == 2
+        for mine, theirs in zip(got["state"].values(), right["state"].values(), strict=True):
+            assert np.allclose(mine, theirs, atol=1e-5)
+
+
+@each(TWO)
+def test_all_ranks_start_from_rank_0(backend: str, count: int) -> None:
+    starts = [process["equal_start"] for process in results(backend, count)]
+    assert {start["digest"] for start in starts} == {starts[0]["digest"]}
+    assert any("moving_mean" in name for name, _ in starts[0]["variables"])
+    assert any("momentum" in name or "velocity" in name for name, _ in starts[0]["variables"])
+
+
+@each([("horovod", 2), ("multi_worker_mirrored", 2)])
+def test_ranks_that_build_different_models_are_told(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        message = process["ranks_disagree"]["shape"]
+        assert message.startswith("RanksDisagree")
+        assert "hidden/kernel" in message
+        assert "(8, 17)" in message
+        assert "(8, 16)" in message
+        assert process["ranks_disagree"]["depth"].startswith("RanksDisagree")
+
+
+@each(ONE, TWO, MORE)
+def test_each_row_is_seen_once_per_epoch(backend: str, count: int) -> None:
+    seen = sorted(
+        (step, replica, ids)
+        for process in results(backend, count)
+        for step, replica, ids in by_step(process["row_coverage"]["seen"])
+    )
+    right = by_step(reference("row_coverage")["seen"])
+    assert max(step for step, _, _ in seen) + 1 == 6  # two epochs of three steps
+    for step in range(6):
+        pieces = [ids for s, _, ids in seen if s == step]
+        assert len(pieces) == count
+        sizes = [len(ids) for ids in pieces]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+        assert [i for ids in pieces for i in ids] == right[step][2], "the global batch is the same everywhere"
+    for epoch in (0, 1):
+        rows = [i for step, _, ids in seen if step // 3 == epoch for i in ids]
+        assert sorted(rows) == list(range(10))
+    order = [[i for s, _, ids in seen if s // 3 == epoch for i in ids] for epoch in (0, 1)]
+    assert order[0] != order[1], "each epoch is shuffled anew"
+
+
+def by_step(seen: list[list[Any]]) -> list[tuple[int, int, list[int]]]:
+    """Number the steps of each replica, in the order in which it saw them."""
+    counts: dict[int, int] = {}
+    numbered = []
+    for replica, ids in seen:
+        numbered.append((counts.get(replica, 0), replica, ids))
+        counts[replica] = counts.get(replica, 0) + 1
+    return numbered
+
+
+@each(ONE, TWO)
+def test_throughput_is_counted_over_all_replicas_without_the_first_step(backend: str, count: int) -> None:
+    # 16 examples each 100 ms, with any number of replicas.
+    for process in results(backend, count):
+        same, slow = (process["throughput"][first] for first in ("same first step", "slow first step"))
+        assert same == pytest.approx(160, rel=0.15)
+        assert slow == pytest.approx(160, rel=0.15)
+
+
+@each(TWO, MORE)
+def test_digits_agree_with_one_device(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        assert process["digits"]["losses"] == pytest.approx(reference("digits")["losses"], abs=1e-5)
+        if count == 2:
+            for key in ("weights_sha256", "state_sha256"):
+                assert process["digits"][key] == results("mirrored", 2)[0]["digits"][key]
+
+
+@each(ONE, TWO)
+def test_evaluation_counts_each_example_once(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        for size, metrics in process["evaluation"].items():
+            assert metrics["accuracy"] == reference("evaluation")["64"]["accuracy"], size
+            assert metrics["loss"] == pytest.approx(reference("evaluation")["64"]["loss"], abs=1e-5)
+
+
+@each(ONE, TWO)
+def test_broken_tasks_are_refused_on_every_rank(backend: str, count: int) -> None:
+    expected = {
+        "empty": ("UsageError", "split 'train' is empty"),
+        "not a tuple": ("UsageError", "type dict"),
+        "four parts": ("UsageError", "a tuple of 4"),
+        "unequal lengths": ("UsageError", "one first axis"),
+        "a number": ("UsageError", "gave a int"),
+        "scalar loss": ("UsageError", "the loss has shape ()"),
+        "loss per class": ("UsageError", "the loss has shape (None, 3)"),
+        "model raises": ("TaskFailure", "RuntimeError: no such layer here"),
+    }
+    for process in results(backend, count):
+        for wrong, (kind, text) in expected.items():
+            assert process["bad_tasks"][wrong].startswith(f"{kind}: "), process["bad_tasks"][wrong]
+            assert text in process["bad_tasks"][wrong]
+
+
+@each(ONE, TWO)
+def test_a_nan_stops_all_ranks_at_the_same_step(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        assert process["not_finite"].startswith(f"NonFiniteError: step 3: the loss is not finite on replica {count - 1};")

@@ -1,0 +1,81 @@
+"""What tfdist uses of TensorFlow without a promise from TensorFlow, all of it in hvd_backend/private_tf.py."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import tensorflow as tf
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "hvd_backend" / "private_tf.py"
+
+
+def test_every_private_name_is_where_it_was():
+    moved = []
+    for node in ast.walk(ast.parse(FILE.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tensorflow.python"):
+            for alias in node.names:
+                try:
+                    found = hasattr(importlib.import_module(node.module), alias.name)
+                except ImportError:
+                    found = False
+                if not found:
+                    moved.append(f"{node.module}.{alias.name}")
+    assert not moved, f"TensorFlow {tf.__version__} has moved: {', '.join(moved)}. Adapt hvd_backend/private_tf.py."
+
+
+def test_every_method_that_is_overridden_still_exists():
+    from hvd_backend.private_tf import HOOKS
+
+    moved = [f"{cls.__name__}.{name}" for cls, names in HOOKS.items() for name in names if not hasattr(cls, name)]
+    assert not moved, f"TensorFlow {tf.__version__} has no {', '.join(moved)}. Adapt hvd_backend/extended.py."
+
+
+def test_names_count_within_the_function_and_its_control_flow():
+    from hvd_backend.private_tf import name_in_function
+
+    names = []
+
+    def note():
+        names.append(name_in_function("reduce"))
+        return 1
+
+    @tf.function
+    def step(flag):
+        note()
+        tf.cond(flag, note, note)
+        tf.while_loop(lambda i: i < 2, lambda i: [i + note()], [0])
+        inner(flag)
+        note()
+
+    @tf.function
+    def inner(flag):
+        note()
+
+    step(tf.constant(True))
+    function = [name for name in names if name.startswith("step.")]
+    assert function == [f"step.reduce.{i}" for i in range(5)]
+    assert [name for name in names if name.startswith("inner.")] == ["inner.reduce.0"]
+
+
+def test_xla_is_noticed():
+    from hvd_backend.private_tf import in_xla
+
+    seen = []
+
+    def note(x):
+        seen.append(in_xla())
+        return x
+
+    tf.function(note).get_concrete_function(tf.constant(1.0))
+    tf.function(note, jit_compile=True).get_concrete_function(tf.constant(1.0))
+    assert seen == [False, True]
+
+
+def test_private_names_are_nowhere_else():
+    files = [path for package in ("tfdist", "hvd_backend") for path in (ROOT / package).rglob("*.py")]
+    assert files
+    others = [str(path.relative_to(ROOT)) for path in files if path != FILE and "tensorflow.python" in path.read_text()]
+    assert not others
