@@ -11,7 +11,8 @@ __all__ = ["HorovodStrategy"]
 
 
 def __getattr__(name: str) -> Any:
-    # Importing hvd_backend must not import TensorFlow: `python -m hvd_backend.build` runs where there is none yet.
+    # Importing hvd_backend must not import TensorFlow: `python -m hvd_backend.build` runs where there is none
+    # yet.
     if name == "HorovodStrategy":
         from hvd_backend.strategy import HorovodStrategy
 

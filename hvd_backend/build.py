@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "HOROVOD_BUILD_CUDA_CC_LIST, CXX, CXXFLAGS, LDFLAGS, XDG_CACHE_HOME.",
     )
     parser.add_argument("--force", action="store_true", help="compile even if the cache holds the wheel")
-    parser.add_argument(
-        "--print-key", action="store_true", help="print the wheel's key in the cache; do no more"
-    )
+    parser.add_argument("--print-key", action="store_true", help="print the wheel's key in the cache; do no more")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _stop)
     console = Console()
@@ -116,8 +114,7 @@ def _check_modules() -> None:
     missing = [package for module, package in BUILD_MODULES.items() if not importlib.util.find_spec(module)]
     if missing:
         raise EnvironmentProblem(
-            f"the build needs {', '.join(missing)}, not installed in {sys.prefix}; "
-            "run `pip install 'tfdist[horovod]'`."
+            f"the build needs {', '.join(missing)}, not installed in {sys.prefix}; run `pip install 'tfdist[horovod]'`."
         )
 
 
@@ -192,9 +189,7 @@ def _check_installed(plan: Plan, environment: Mapping[str, str]) -> None:
         "print('built:', *(name for name in ('mpi', 'nccl', 'gloo') if getattr(hvd, name + '_built')()))\n"
     ) + loaded_mpi_code()
     settings = {**environment, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False)
     again = "it is removed again; repeating the command builds it anew."
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

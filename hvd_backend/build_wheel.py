@@ -17,9 +17,7 @@ from tfdist.errors import EnvironmentProblem
 
 __all__ = ["check_tools", "compile_wheel", "error_lines", "lay_out_nccl", "toolchain_file"]
 
-_TELLING = re.compile(
-    r"(fatal )?error:|undefined reference|CMake Error|\*\*\* |No space left|Killed", re.IGNORECASE
-)
+_TELLING = re.compile(r"(fatal )?error:|undefined reference|CMake Error|\*\*\* |No space left|Killed", re.IGNORECASE)
 _NOISE = re.compile(r"ERROR: Failed|subprocess")
 
 
@@ -36,8 +34,7 @@ def check_tools(environment: Mapping[str, str]) -> None:
         )
     if not any(shutil.which(make, path=path) for make in ("gmake", "make")):
         raise EnvironmentProblem(
-            "make is not on PATH, and Horovod has to be compiled; "
-            "install it (Debian, Ubuntu: apt-get install make)."
+            "make is not on PATH, and Horovod has to be compiled; install it (Debian, Ubuntu: apt-get install make)."
         )
 
 
@@ -59,9 +56,7 @@ def compile_wheel(
     wheels = work / "wheels"
     command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-index", "--no-cache-dir"]
     command += ["--use-pep517", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)]
-    built = build_environment(
-        plan, environment, toolchain=toolchain, nccl_home=nccl_home, cores=usable_cores()
-    )
+    built = build_environment(plan, environment, toolchain=toolchain, nccl_home=nccl_home, cores=usable_cores())
     code = _run_logged(command, built, log, line)
     made = list(wheels.glob("*.whl"))
     if code != 0 or len(made) != 1:
@@ -88,9 +83,7 @@ def lay_out_nccl(wheel: Path, home: Path) -> None:
     (home / "include").symlink_to(wheel / "include")
 
 
-def _run_logged(
-    command: list[str], environment: Mapping[str, str], log: Path, line: Callable[[str], None]
-) -> int:
+def _run_logged(command: list[str], environment: Mapping[str, str], log: Path, line: Callable[[str], None]) -> int:
     """Run `command` in a process group of its own, which ends with this process's interest in it."""
     with (
         log.open("w") as record,
@@ -121,7 +114,5 @@ def error_lines(log: str, count: int = 12) -> list[str]:
     """The last lines of a build log that name an error, or the very last lines if none does."""
     lines = [text.strip() for text in log.splitlines() if text.strip()]
     # pip and setuptools add lines of their own, which tell nothing, and commands that fill a screen.
-    telling = [
-        text for text in lines if _TELLING.search(text) and not _NOISE.search(text) and len(text) < 400
-    ]
+    telling = [text for text in lines if _TELLING.search(text) and not _NOISE.search(text) and len(text) < 400]
     return (telling or lines)[-count:]

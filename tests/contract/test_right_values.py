@@ -258,4 +258,6 @@ def test_broken_tasks_are_refused_on_every_rank(backend: str, count: int) -> Non
 @each(ONE, TWO)
 def test_a_nan_stops_all_ranks_at_the_same_step(backend: str, count: int) -> None:
     for process in results(backend, count):
-        assert process["not_finite"].startswith(f"NonFiniteError: step 3: the loss is not finite on replica {count - 1};")
+        assert process["not_finite"].startswith(
+            f"NonFiniteError: step 3: the loss is not finite on replica {count - 1};"
+        )

@@ -21,7 +21,7 @@ from tfdist.cluster.causes import task_traceback, unwrapped
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure, TfdistError
 
-__all__ = ["Alone", "Channel", "MpiChannel", "open_mpi", "require_same", "together"]
+__all__ = ["Alone", "Channel", "MpiChannel", "open_mpi", "require_same", "shared", "together"]
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class MpiChannel:
             raise _error_of(failures)
         for rank, other in enumerate(labels):
             if other != labels[0]:
-                raise _shared(
+                raise shared(
                     RanksDisagree(
                         f"the ranks are out of step: rank 0 is at {labels[0]!r}, rank {rank} at {other!r}. Every rank "
                         "must build the same model and take the same path; look for code that depends on the rank."
@@ -161,7 +161,7 @@ def require_same(channel: Channel, label: str, what: str, value: Any) -> None:
     values = channel.exchange(label, value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise _shared(RanksDisagree(f"{what} differs: rank 0 has {values[0]}, rank {rank} has {other}."))
+            raise shared(RanksDisagree(f"{what} differs: rank 0 has {values[0]}, rank {rank} has {other}."))
 
 
 def _error_of(failures: Sequence[Failure | None]) -> TfdistError:
@@ -171,9 +171,10 @@ def _error_of(failures: Sequence[Failure | None]) -> TfdistError:
     message = first["message"]
     if len(failed) < len(failures):
         message = f"rank {failed[0]} of {len(failures)} (host {first['host']}): {message}"
-    return _shared(getattr(errors, first["kind"])(message))
+    return shared(getattr(errors, first["kind"])(message))
 
 
-def _shared(error: TfdistError) -> TfdistError:
+def shared(error: TfdistError) -> TfdistError:
+    """The error, marked as one that every rank raises, so that the chief alone prints it."""
     error.shared = True
     return error

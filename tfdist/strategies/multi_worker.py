@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.cluster.channel import Alone, Channel, MpiChannel
 from tfdist.cluster.devices import take_device
 from tfdist.cluster.ending import end_together
-from tfdist.cluster.variables import check_same_variable
+from tfdist.cluster.variables import agree_on_variable, variable_path
 from tfdist.errors import EnvironmentProblem
 from tfdist.strategies.table import Place
 
@@ -66,11 +66,11 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         if value is None or hasattr(value, "checkpoint_position"):
             return next_creator(**kwargs)
 
-        path = "/".join(part for part in (tf.get_current_name_scope(), kwargs.get("name") or "Variable") if part)
+        path = variable_path(tf.get_current_name_scope(), kwargs.get("name"))
 
         def same() -> tf.Tensor:
             tensor = tf.convert_to_tensor(value() if callable(value) else value, dtype=kwargs.get("dtype"))
-            check_same_variable(self._channel, path, str(tensor.shape), tensor.dtype.name)
+            agree_on_variable(self._channel, path, str(tensor.shape), tensor.dtype.name)
             return tensor
 
         kwargs["initial_value"] = same

@@ -34,7 +34,6 @@ class Session:
         """Whether this process prints and writes files for the job."""
         return self.identity.is_chief
 
-
     def place(self) -> dict[str, Any]:
         """Where this process runs and what it uses, for people."""
         identity = self.identity

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfdist.cluster.variables import unnumbered
 from tfdist.errors import UsageError
 from tfdist.training.task import Task
 
@@ -65,11 +65,8 @@ def build_optimizer(task: Task, model: keras.Model, learning_rate: float) -> ker
 
 
 def structure(variables: Iterable[keras.Variable]) -> list[list[Any]]:
-    """Path, shape, dtype and whether it is trained, of each variable; what all ranks must agree on.
-
-    Without the numbers that Keras gives to unnamed layers: a rank that has built another model before counts further.
-    """
-    return [[re.sub(r"_\d+(?=/|$)", "", v.path), list(v.shape), v.dtype, bool(v.trainable)] for v in variables]
+    """Path, shape, dtype and whether it is trained, of each variable; what all ranks must agree on."""
+    return [[unnumbered(v.path), list(v.shape), v.dtype, bool(v.trainable)] for v in variables]
 
 
 def digest(variables: Iterable[keras.Variable]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.cluster.channel import require_same, together
+from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
 from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings
-from tfdist.errors import NonFiniteError, RanksDisagree, UsageError
+from tfdist.errors import NonFiniteError, RanksDisagree, TfdistError, UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
 from tfdist.training.building import build_model, build_optimizer, digest, structure
@@ -185,16 +185,16 @@ class Trainer:
                     console.evaluated(self.step, split, metrics[split])
         return chunks, metrics
 
-    def _not_finite(self, chunk: Chunk) -> NonFiniteError:
+    def _not_finite(self, chunk: Chunk) -> TfdistError:
         count, ids = chunk.suspects
         where = f"on replica {ids}" if count == 1 else f"on {count} of {self.replicas_in_sync} replicas"
         what = f"the loss is not finite {where}" if count else "the gradients are not finite"
-        error = NonFiniteError(
-            f"step {self.step + len(chunk.losses)}: {what}; the step was not applied, and all ranks stop. "
-            "Lower the learning rate, or look at the examples of that step."
+        return shared(
+            NonFiniteError(
+                f"step {self.step + len(chunk.losses)}: {what}; the step was not applied, and all ranks stop. "
+                "Lower the learning rate, or look at the examples of that step."
+            )
         )
-        error.shared = True
-        return error
 
     def _report(self, plan: Plan, chunks: list[Chunk], metrics: dict[str, dict[str, float]]) -> Report:
         weights = digest(self.model.trainable_variables)
@@ -228,12 +228,12 @@ class Trainer:
         values = self.session.channel.exchange("the weights at the end", weights)
         for rank, other in enumerate(values):
             if other != values[0]:
-                error = RanksDisagree(
-                    f"after step {self.step} rank {rank} holds other weights than rank 0. They must be equal bit for "
-                    "bit; look for code in the task that changes variables outside of the step."
+                raise shared(
+                    RanksDisagree(
+                        f"after step {self.step} rank {rank} holds other weights than rank 0. They must be equal bit for "
+                        "bit; look for code in the task that changes variables outside of the step."
+                    )
                 )
-                error.shared = True
-                raise error
 
 
 def _whole(name: str, given: int | None, default: Any) -> int:

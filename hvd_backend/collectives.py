@@ -1,0 +1,288 @@
+"""Horovod's collectives as a strategy needs them: lists of any dtype in, as few Horovod calls as possible out.
+
+Every function runs on all ranks, in eager mode or traced, and every rank must call the same ones in the same
+order with as many values. What each maps to:
+
+    all_reduce    one (grouped) allreduce per dtype on the wire; IndexedSlices: one (grouped) allgather per
+    dtype all_gather    one (grouped) allgather per dtype on the wire broadcast     one broadcast from rank 0
+    from_first    one broadcast; IndexedSlices: as all_gather
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_backend import private_tf
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "from_first", "prepare"]
+
+Value: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+# Horovod adds int8, int32, int64 and three float types. Other integers are added in a type with at least as
+# many bits, which gives the same bits. Half precision is added in float32, or 40000 + 40000 would not have a
+# mean.
+_ADDED_AS = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+}
+# The same bits in a type that Horovod moves. A complex number is two floats in a last dimension of its own.
+_SAME_BITS = {
+    tf.bfloat16: tf.uint16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+}
+_ADDABLE = {tf.int32, tf.int64, tf.float32, tf.float64}
+_MOVABLE = {*_ADDABLE, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.float16, tf.bool}
+
+
+def all_reduce(values: Sequence[Value], *, mean: bool, kind: str = "all_reduce") -> list[Value]:
+    """The sum or mean over all ranks of each value, on every rank.
+
+    Args:
+        values: tensors, of equal shape on all ranks, or IndexedSlices of the same dense shape.
+        mean: Divide by the number of ranks, as TensorFlow divides: the mean of integers is a float.
+        kind: what it is for; a part of the collective's name in Horovod's messages and timeline.
+
+    Returns:
+        Values of the same shapes and dtypes (means of integers are floats). IndexedSlices hold the slices of
+        all ranks in the order of the ranks; equal indices add up where they are used, as TensorFlow has it.
+
+    Raises:
+        TypeError: TensorFlow has no sum for the dtype.
+    """
+    results: list[Value] = list(values)
+    dense = [i for i, v in enumerate(values) if not isinstance(v, tf.IndexedSlices)]
+    sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
+    tensors = [tf.convert_to_tensor(values[i]) for i in dense]
+    sums = _by_dtype(
+        [_addable(tensor) for tensor in tensors],
+        kind,
+        lambda group, name: mpi_ops._allreduce(group[0], name=name, op=mpi_ops.Sum, ignore_name_scope=True),
+        lambda group, name: mpi_ops._grouped_allreduce(group, name=name, op=mpi_ops.Sum, ignore_name_scope=True),
+    )
+    for i, tensor, total in zip(dense, tensors, sums, strict=True):
+        if mean and tensor.dtype.is_floating:
+            results[i] = _from_addable(total / mpi_ops.size(), tensor.dtype)  # divided before it is halved in precision
+        else:
+            result = _from_addable(total, tensor.dtype)
+            results[i] = result / mpi_ops.size() if mean else result
+    parts = [part for i in sparse for part in (values[i].values, values[i].indices)]
+    gathered = all_gather(parts, axis=0, kind=kind) if parts else []
+    for i, slices, indices in zip(sparse, gathered[::2], gathered[1::2], strict=True):
+        results[i] = tf.IndexedSlices(slices / mpi_ops.size() if mean else slices, indices, values[i].dense_shape)
+    return results
+
+
+def all_gather(values: Sequence[tf.Tensor], *, axis: int | tf.Tensor, kind: str = "all_gather") -> list[tf.Tensor]:
+    """Each value of all ranks, concatenated along `axis` in the order of the ranks, on every rank.
+
+    Args:
+        values: tensors of rank 1 or more, of equal shape on all ranks but along `axis`.
+
+    Raises:
+        ValueError: a value is a scalar.
+        TypeError: Horovod cannot move the dtype.
+    """
+    tensors = [tf.convert_to_tensor(value) for value in values]
+    if any(tensor.shape.rank == 0 for tensor in tensors):
+        raise ValueError("a scalar has no axis to gather along. Give it one first: tf.expand_dims(value, 0).")
+    fronts = [_to_front(tensor, axis) for tensor in tensors]
+    text = [i for i, tensor in enumerate(tensors) if tensor.dtype == tf.string]
+    parts = [_movable(front) for i, front in enumerate(fronts) if i not in text]
+    parts += [part for i in text for part in _letters(fronts[i])]
+    gathered = _by_dtype(
+        parts,
+        kind,
+        lambda group, name: mpi_ops.allgather(group[0], name=name, ignore_name_scope=True),
+        lambda group, name: mpi_ops.grouped_allgather(group, name=name, ignore_name_scope=True),
+    )
+    results, rest = iter(gathered[: len(tensors) - len(text)]), gathered[len(tensors) - len(text) :]
+    words = (_words(lengths, raw, fronts[i]) for i, lengths, raw in zip(text, rest[::2], rest[1::2], strict=True))
+    return [
+        _from_front(next(words) if i in text else _from_movable(next(results), tensor.dtype), axis)
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def broadcast(value: tf.Tensor, *, name: str) -> tf.Tensor:
+    """Rank 0's value, on every rank.
+
+    Args:
+        value: a tensor, of equal shape on all ranks.
+        name: equal on all ranks, and not that of another broadcast under way.
+    """
+    if value.dtype == tf.string:
+        return tf.ensure_shape(_broadcast_text(value, name), value.shape)
+    moved = mpi_ops.broadcast(_movable(value), root_rank=0, name=name, ignore_name_scope=True)
+    return tf.stop_gradient(tf.ensure_shape(_from_movable(moved, value.dtype), value.shape))
+
+
+def from_first(value: Value) -> Value:
+    """Rank 0's tensor or IndexedSlices, on every rank. The number of slices may differ between ranks."""
+    if not isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+        return _from_movable(_by_dtype([_movable(value)], "first", _broadcast_one, _broadcast_one)[0], value.dtype)
+    rows = tf.shape(value.indices)[0] if mpi_ops.rank() == 0 else 0
+    slices, indices = all_gather([value.values[:rows], value.indices[:rows]], axis=0, kind="first")
+    return tf.IndexedSlices(slices, indices, value.dense_shape)
+
+
+def _broadcast_one(group: list[tf.Tensor], name: str) -> tf.Tensor:
+    return mpi_ops.broadcast(group[0], root_rank=0, name=name, ignore_name_scope=True)
+
+
+def _broadcast_text(value: tf.Tensor, name: str) -> tf.Tensor:
+    """Strings go as bytes of any number: all ranks but the first add none."""
+    raw = tf.io.decode_raw(tf.io.serialize_tensor(value), tf.uint8)
+    raw = raw if mpi_ops.rank() == 0 else raw[:0]
+    return tf.io.parse_tensor(_joined(mpi_ops.allgather(raw, name=name, ignore_name_scope=True)), tf.string)
+
+
+def _letters(text: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The lengths of strings, and all their bytes."""
+    flat = tf.reshape(text, [-1])
+    return tf.strings.length(flat), tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
+
+
+def _words(lengths: tf.Tensor, raw: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """The strings of all ranks, in rows of the shape of those of `like`."""
+    flat = tf.strings.substr(_joined(raw), tf.cumsum(lengths, exclusive=True), lengths)
+    return tf.reshape(flat, tf.concat([[-1], tf.shape(like)[1:]], 0))
+
+
+def _joined(raw: tf.Tensor) -> tf.Tensor:
+    byte = tf.constant([bytes([i]) for i in range(256)])
+    return tf.strings.reduce_join(tf.gather(byte, tf.cast(raw, tf.int32)))
+
+
+_Launch: TypeAlias = Callable[[list[tf.Tensor], str], "tf.Tensor | list[tf.Tensor]"]
+
+
+def _by_dtype(tensors: Sequence[tf.Tensor], kind: str, single: _Launch, grouped: _Launch) -> list[tf.Tensor]:
+    """Launch one collective per dtype: Horovod groups tensors of one dtype only."""
+    groups: dict[tf.DType, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(i)
+    results: list[tf.Tensor] = [None] * len(tensors)
+    for dtype, members in groups.items():
+        group = [tensors[i] for i in members]
+        launch = single if len(group) == 1 else grouped
+        outputs = _in_order(group, f"{kind}.{dtype.name}", launch)
+        for i, output in zip(members, outputs, strict=True):
+            results[i] = output
+    return results
+
+
+def _in_order(inputs: list[tf.Tensor], kind: str, launch: _Launch) -> list[tf.Tensor]:
+    """Launch one collective; in a graph, after all that were traced before it.
+
+    TensorFlow does not know that Horovod's operations have an effect. It would run those of several
+    iterations of a loop at a time, which Horovod refuses (one name, two tensors). Hence a token, read before
+    and written after each.
+    """
+    # As on TensorFlow's own strategies, gradients stop here: ReplicaContext.all_reduce and all_gather have
+    # their own.
+    inputs = [tf.stop_gradient(x) for x in inputs]
+    if tf.executing_eagerly():
+        return _as_list(launch(inputs, f"eager.{kind}"))
+    if private_tf.in_xla():
+        raise NotImplementedError(
+            "XLA cannot compile a function in which replicas talk to each other over Horovod (jit_compile=True). "
+            "Compile what each replica computes for itself, such as the forward and backward pass, and "
+            "leave strategy.reduce, "
+            "all_reduce and the optimizer outside of that function."
+        )
+    private_tf.mark_as_unsaveable()
+    token = _token()
+    zero = token.read_value()
+    inputs = [_not_constant(x, zero) for x in inputs]
+    outputs = _as_list(launch(inputs, private_tf.name_in_function(kind)))
+    with tf.control_dependencies(outputs):
+        token.assign(zero, read_value=False)
+    return outputs
+
+
+def _not_constant(tensor: tf.Tensor, zero: tf.Tensor) -> tf.Tensor:
+    """The same tensor from its row 0 on, where the graph optimizer does not know that it is row 0. Copies nothing.
+
+    The optimizer would run a collective with a constant input once, and never again: on this rank only, where
+    the others' input is not constant (a batch of a known size here, of an unknown size there).
+    """
+    rows = tensor if tensor.shape.rank else tf.reshape(tensor, [-1])
+    same = tf.reshape(rows[zero:], tf.shape(tensor)) if rows is not tensor else rows[zero:]
+    same.set_shape(tensor.shape)
+    return same
+
+
+@functools.cache
+def _token() -> tf.Variable:
+    # Made by HorovodStrategy(), outside its scope: an ordinary variable of this process.
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, name="order_of_collectives")
+
+
+def prepare() -> None:
+    """Make what traced collectives need. Call it outside any scope, before the first of them."""
+    _token()
+
+
+def _as_list(outputs: tf.Tensor | list[tf.Tensor]) -> list[tf.Tensor]:
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def _addable(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor in a dtype that Horovod adds."""
+    if tensor.dtype in _ADDABLE:
+        return tensor
+    if tensor.dtype in _ADDED_AS:
+        return tf.cast(tensor, _ADDED_AS[tensor.dtype])
+    if tensor.dtype in _SAME_BITS:
+        return tf.bitcast(tensor, _SAME_BITS[tensor.dtype])
+    raise TypeError(
+        f"{tensor.dtype.name} cannot be reduced: it has no sum. Cast it to a number first, such as tf.int32, "
+        "or gather it."
+    )
+
+
+def _from_addable(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype in _ADDED_AS:
+        return tf.cast(tensor, dtype)
+    return _from_movable(tensor, dtype)
+
+
+def _movable(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor's bits in a dtype that Horovod moves."""
+    if tensor.dtype in _MOVABLE:
+        return tensor
+    if tensor.dtype in _SAME_BITS:
+        return tf.bitcast(tensor, _SAME_BITS[tensor.dtype])
+    raise TypeError(f"{tensor.dtype.name} cannot be sent to other ranks by Horovod. Encode it as numbers first.")
+
+
+def _from_movable(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.bitcast(tensor, dtype) if dtype in _SAME_BITS else tensor
+
+
+def _to_front(tensor: tf.Tensor, axis: int | tf.Tensor) -> tf.Tensor:
+    if isinstance(axis, int) and axis == 0:
+        return tensor
+    rank = tf.rank(tensor)
+    return tf.transpose(tensor, tf.concat([[axis], tf.range(axis), tf.range(axis + 1, rank)], 0))
+
+
+def _from_front(tensor: tf.Tensor, axis: int | tf.Tensor) -> tf.Tensor:
+    if isinstance(axis, int) and axis == 0:
+        return tensor
+    rank = tf.rank(tensor)
+    return tf.transpose(tensor, tf.concat([tf.range(1, axis + 1), [0], tf.range(axis + 1, rank)], 0))

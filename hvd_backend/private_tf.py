@@ -1,0 +1,123 @@
+"""The only file of tfdist with private TensorFlow names: what each is, and why nothing public does.
+
+`HorovodStrategy` is TensorFlow's own multi-worker strategy with other collectives. That keeps everything that
+programs see (variable classes, checkpoints, dataset sharding, replica contexts) TensorFlow's, and is why a
+few names below are private. `tests/unit/test_private_tf.py` names any that a new TensorFlow has moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import MutableMapping
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.cross_device_ops import simple_broadcast
+from tensorflow.python.distribute.device_util import canonicalize
+from tensorflow.python.distribute.distribute_utils import is_mirrored, regroup, select_replica
+from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.distribute.values_util import mark_as_unsaveable
+from tensorflow.python.framework import ops
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.trackable.base import CheckpointInitialValue
+
+__all__ = [
+    "HOOKS",
+    "CheckpointInitialValue",
+    "CollectiveAllReduceExtended",
+    "SyncOnReadVariable",
+    "canonicalize",
+    "is_mirrored",
+    "mark_as_unsaveable",
+    "name_in_function",
+    "regroup",
+    "select_replica",
+    "simple_broadcast",
+]
+
+# CollectiveAllReduceExtended: what a strategy does on N processes with one device each, all but its
+# collectives.
+#     `tf.distribute.StrategyExtended` is public, but abstract: variables and input pipelines have no public parts.
+# CheckpointInitialValue: an initial value that holds a value being restored; there is no public way to unwrap
+# it. SyncOnReadVariable: a variable that each replica writes for itself. Ours reads the first rank's, where
+# it is asked to. canonicalize: the full name of a device. A variable's device is compared with it as text.
+# GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be
+# called. is_mirrored: whether a value is the same on all replicas, which is not reduced again.
+# mark_as_unsaveable: a traced function with collectives must not go into a SavedModel. regroup,
+# select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
+# simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
+
+HOOKS = {
+    CollectiveAllReduceExtended: (
+        # overridden
+        "_batch_gather_to",
+        "_batch_reduce_to",
+        "_broadcast_to",
+        "_call_for_each_replica",
+        "_create_variable",
+        "_gather_to_implementation",
+        "_get_variable_creator_initial_value",
+        "_reduce_to",
+        "_replica_ctx_all_reduce",
+        # called
+        "_initialize_single_worker",
+        "_input_workers_with_options",
+        "_in_multi_worker_mode",
+        "_make_input_context",
+    ),
+    SyncOnReadVariable: ("_get_cross_replica", "_get_replica", "read_value", "value"),
+}
+"""Methods of TensorFlow's classes that ours override or rely on, by class."""
+
+
+def in_xla() -> bool:
+    """Whether the function being traced will be compiled by XLA."""
+    return bool(GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+_collectives_of: MutableMapping[tf.Graph, dict[str, int]] = WeakKeyDictionary()
+
+
+def name_in_function(kind: str) -> str:
+    """A name for the collective being traced: equal on all ranks, unique in the tf.function, e.g. `step.reduce.2`.
+
+    It counts per traced function, branches and loops included. A rank that traces a function again, or traces
+    other functions in between, so comes to the same names; a count over the whole process would not.
+    """
+    graph = ops.get_default_graph()
+    # The bodies of tf.cond and tf.while_loop are graphs of their own: only private attributes tell.
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    counts = _collectives_of.setdefault(graph, defaultdict(int))
+    number = counts[kind]
+    counts[kind] += 1
+    function = re.sub(r"[^A-Za-z0-9_.]", "", getattr(graph, "name", "")) or "graph"
+    return f"{function.lstrip('_.') or 'function'}.{kind}.{number}"
+
+
+_ARITHMETIC = {"AddV2", "Cast", "Identity", "Mul", "Sub"}
+
+
+def counts_alike(value: tf.Tensor, variable: tf.Variable) -> bool:
+    """Whether a traced value is computed from the variable itself and constants, and so is the same on all ranks.
+
+    This spares a collective in every step: a Keras optimizer counts its steps in a variable of which only the
+    first replica's value is taken. False where it cannot be told.
+    """
+    if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
+        return False
+    handle = ops.get_default_graph().capture(variable.values[0].handle)
+    pending, seen = [value.op], 0
+    while pending and seen < 16:
+        op = pending.pop()
+        seen += 1
+        if op.type == "ReadVariableOp" and op.inputs[0] is handle:
+            continue
+        if op.type == "Const" and "replica_id" not in op.name:  # the replica's own number is a constant, too
+            continue
+        if op.type not in _ARITHMETIC:
+            return False
+        pending += [tensor.op for tensor in op.inputs]
+    return not pending

@@ -1,0 +1,156 @@
+"""HorovodStrategy and MultiWorkerMirrored as jobs: sizes, failures, and what is told about them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, run_alone, run_mpi, run_tf_config
+
+PROGRAM = Path(__file__).parent / "strategy_jobs_program.py"
+
+
+def said(output):
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+    return [line for _, line in sorted((line["rank"], line) for line in lines)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sizes(ranks):
+    lines = said(run_mpi(ranks, PROGRAM, "horovod", "sizes").check().output)
+    assert len(lines) == ranks
+    first = lines[0]
+    assert first["size"] == ranks
+    assert first["gathered"] == [float(r) for r in range(ranks) for _ in range(r + 1)]
+    assert first["variable"] == [sum(range(ranks)), ranks]
+    assert first["mean"] == ([0, 1] if ranks == 1 else [1.0, 1.0])
+    assert first["predicted"] == 11
+    assert first["text"] == ["a", "0"]
+    assert first["threads"] >= 1
+    assert first["cluster"] == (0 if ranks == 1 else ranks)
+    assert [line["chief"] for line in lines] == [rank == 0 for rank in range(ranks)]
+    for line in lines[1:]:
+        for key in ("history", "weights", "variable", "gathered", "mean", "predicted", "text"):
+            assert line[key] == first[key], key
+
+
+def test_alone():
+    (line,) = said(run_alone(PROGRAM, "horovod", "sizes").check().output)
+    assert line["size"] == 1
+    assert line["predicted"] == 11
+
+
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
+def test_an_exception_on_one_rank_ends_the_job(backend):
+    start = time.monotonic()
+    ended = run_mpi(2, PROGRAM, backend, "fails", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+    assert "ValueError: the first cause" in ended.output
+    assert "rank 1 of 2" in ended.output
+    assert time.monotonic() - start < 80
+
+
+def test_a_rank_that_leaves_early_does_not_leave_the_others_waiting():
+    ended = run_mpi(2, PROGRAM, "horovod", "leaves", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+    assert "Horovod has been shut down" in ended.output
+
+
+def test_a_rank_that_dies_does_not_leave_the_others_waiting():
+    ended = run_mpi(2, PROGRAM, "horovod", "dies", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+
+
+def test_a_slow_rank_is_waited_for():
+    lines = said(run_mpi(2, PROGRAM, "horovod", "lags").check().output)
+    assert [line["done"] for line in lines] == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
+def test_different_variables_are_told(backend):
+    ended = run_mpi(2, PROGRAM, backend, "different_shapes", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+    assert "RanksDisagree" in ended.output
+    assert "'tower/kernel' of shape (3,)" in ended.output
+    assert "'tower/kernel' of shape (4,)" in ended.output
+
+
+def test_different_shapes_in_a_collective_are_told():
+    ended = run_mpi(2, PROGRAM, "horovod", "different_reduce", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+    assert "One rank sent a tensor of shape [2], but another rank sent a tensor of shape [3]" in ended.output
+
+
+def test_a_keras_step_is_one_collective():
+    lines = said(run_mpi(2, PROGRAM, "horovod", "collectives").check().output)
+    assert [line["train"] for line in lines] == [{"reduce.float32": 1}] * 2
+    assert [line["steps"] for line in lines] == [1, 1]
+
+
+def test_xla_is_refused_with_the_way_out():
+    lines = said(run_mpi(2, PROGRAM, "horovod", "compiled").check().output)
+    assert all("jit_compile=True" in line["error"] and line["total"] == 2.0 for line in lines)
+    assert len(lines) == 2
+
+
+def test_after_another_operation():
+    assert [line["total"] for line in said(run_mpi(2, PROGRAM, "horovod", "late").check().output)] == [
+        2.0,
+        2.0,
+    ]
+    ended = run_mpi(2, PROGRAM, "multi_worker_mirrored", "late", timeout=90)
+    assert ended.code not in (0, 124), ended.output
+    assert "EnvironmentProblem" in ended.output
+
+
+def test_horovod_is_missing():
+    ended = run_alone(PROGRAM, "horovod", "without_horovod")
+    assert ended.code == 1
+    assert "Horovod is not installed" in ended.output
+    assert "python -m hvd_backend.build" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("raise ImportError('undefined symbol: abc')", "cannot be loaded with TensorFlow"),
+        ("def mpi_built(): return False", "built without MPI"),
+    ],
+)
+def test_horovod_does_not_fit(tmp_path, source, told):
+    package = tmp_path / "horovod" / "tensorflow"
+    package.mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (package / "__init__.py").write_text(source)
+    ended = run_alone(PROGRAM, "horovod", "late", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ended.code == 1
+    assert f"EnvironmentProblem: the installed Horovod {'was ' if 'built' in told else ''}{told}" in ended.output
+    assert "python -m hvd_backend.build" in ended.output
+
+
+def test_horovod_under_tf_config():
+    for ended in run_tf_config(2, PROGRAM, "horovod", "late"):
+        assert ended.code == 1
+        assert "UsageError: TF_CONFIG describes 2 processes" in ended.output
+
+
+def test_multi_worker_by_tf_config():
+    for ended in run_tf_config(2, PROGRAM, "multi_worker_mirrored", "lags", timeout=90):
+        ended.check()
+
+
+def test_multi_worker_ignores_a_proxy():
+    proxy = {
+        "http_proxy": "http://192.0.2.1:1",
+        "https_proxy": "http://192.0.2.1:1",
+        "grpc_proxy": "http://192.0.2.1:1",
+    }
+    run_mpi(2, PROGRAM, "multi_worker_mirrored", "lags", timeout=90, env=proxy).check()
+
+
+def test_multi_worker_tells_that_a_peer_has_died():
+    ended = run_tf_config(2, PROGRAM, "multi_worker_mirrored", "dies", timeout=90)
+    assert ended[0].code not in (0, 124), ended[0].output
