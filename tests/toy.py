@@ -286,6 +286,7 @@ class Broken(ToyNet):
             "four parts": (inputs, labels, labels, labels),
             "unequal lengths": (inputs, labels[:5]),
             "a number": 7,
+            "ragged examples": ragged(),
         }.get(self.wrong, (inputs, labels))
 
     def losses(self, labels: Any, predictions: Any) -> tf.Tensor:
@@ -300,6 +301,13 @@ class Broken(ToyNet):
         if self.wrong == "model raises":
             raise RuntimeError("no such layer here")
         return super().build_model()
+
+
+def ragged() -> tf.data.Dataset:
+    """Examples of different shapes, of unknown number."""
+    rows = [(np.zeros(n, np.float32), 0) for n in (8, 7, 8)]
+    spec = (tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32))
+    return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=spec)
 
 
 class NoTask:

@@ -103,7 +103,8 @@ def _parse(arguments: Sequence[str]) -> TrainCommand:
     if values is None:
         raise UsageError("no command. Try: tfdist train --help")
     fields = {field.name for field in dataclasses.fields(TrainCommand)}
-    return TrainCommand(**{name: value for name, value in vars(values).items() if name in fields})
+    chosen = {name: value for name, value in vars(values).items() if name in fields}
+    return TrainCommand(**chosen | {"task_args": tuple(chosen["task_args"])})
 
 
 def _clear(message: str) -> UsageError:
@@ -153,7 +154,7 @@ def _train_parser() -> jsonargparse.ArgumentParser:
         if types[field.name] is bool:
             option["action"] = "store_true"
         elif typing.get_origin(types[field.name]) is tuple:
-            option |= {"type": str, "nargs": "*", "metavar": "NAME=VALUE"}
+            option |= {"type": str, "nargs": "+", "action": "extend", "metavar": "NAME=VALUE", "default": []}
         else:
             option["type"] = types[field.name]
         parser.add_argument(f"--{field.name.replace('_', '-')}", **option)

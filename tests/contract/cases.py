@@ -149,6 +149,7 @@ def not_finite(run: Runner) -> Any:
 
 def bad_tasks(run: Runner) -> Any:
     wrong = ["empty", "not a tuple", "four parts", "unequal lengths", "a number", "scalar loss", "loss per class"]
+    wrong.append("ragged examples")
     return {kind: run.error(toy.Broken(wrong=kind)) for kind in [*wrong, "model raises"]}
 
 

@@ -245,6 +245,7 @@ def test_broken_tasks_are_refused_on_every_rank(backend: str, count: int) -> Non
         "four parts": ("UsageError", "a tuple of 4"),
         "unequal lengths": ("UsageError", "one first axis"),
         "a number": ("UsageError", "gave a int"),
+        "ragged examples": ("UsageError", "cannot be read and put into a batch"),
         "scalar loss": ("UsageError", "the loss has shape ()"),
         "loss per class": ("UsageError", "the loss has shape (None, 3)"),
         "model raises": ("TaskFailure", "RuntimeError: no such layer here"),

@@ -58,7 +58,8 @@ def cause_of(error: BaseException) -> str:
     if python and "Traceback (most recent" in text:
         return python.group(1)
     telling = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
-    return f"{type(error).__name__}: {telling[0] if telling else ''}".rstrip(": ")
+    first = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", telling[0]) if telling else ""
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 _PYTHON_ERROR = re.compile(

@@ -101,6 +101,6 @@ def _set_threads(intra_op: int, local_replicas: int) -> None:
             threading.set_inter_op_parallelism_threads(local_replicas)
     except RuntimeError:
         raise EnvironmentProblem(
-            f"intra_op_threads={intra_op} cannot be set, since TensorFlow has already run an operation in this process. "
+            f"intra_op_threads={intra_op} cannot be set: TensorFlow has already run an operation in this process. "
             "Create the Trainer before any other TensorFlow operation; build datasets and tensors in the Task."
         ) from None

@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["BarConsole", "Console", "LineConsole", "Plan", "SilentConsole", "open_console"]
+__all__ = ["BarConsole", "Console", "LineConsole", "Plan", "SilentConsole", "numbers", "open_console"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LineConsole:
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
         assert self._plan is not None
-        print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", flush=True)
+        print(f"{self._plan.position(step)}  {split}: {numbers(metrics)}", flush=True)
 
     def end(self, message: str) -> None:
         print(message, flush=True)
@@ -136,7 +136,7 @@ class BarConsole:
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
         assert self._plan is not None
-        self._bar.print(f"{self._plan.position(step)}  {split}: {_numbers(metrics)}", highlight=False, soft_wrap=True)
+        self._bar.print(f"{self._plan.position(step)}  {split}: {numbers(metrics)}", highlight=False, soft_wrap=True)
 
     def end(self, message: str) -> None:
         self.close()
@@ -158,7 +158,8 @@ def open_console(*, visible: bool, width: int | None) -> Console:
     return LineConsole() if width is None else BarConsole(RichConsole(width=width or None))
 
 
-def _numbers(metrics: dict[str, float]) -> str:
+def numbers(metrics: dict[str, float]) -> str:
+    """Metrics on one line."""
     return "  ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )

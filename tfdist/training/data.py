@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.cluster.causes import cause_of
 from tfdist.errors import UsageError
 from tfdist.training.task import Task
 
@@ -28,7 +29,7 @@ class Examples:
     split: str
     dataset: tf.data.Dataset
     size: int | None
-    """Number of examples; None where the dataset never ends."""
+    """Number of examples; None where the dataset never ends, or was not counted."""
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Global batches in one pass, the last one possibly smaller."""
@@ -62,11 +63,15 @@ class Examples:
         return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat())
 
 
-def load_examples(task: Task, split: str) -> Examples:
-    """Ask the task for a split and find out its size.
+def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str], None]) -> Examples:
+    """Ask the task for a split, and find out its size.
+
+    Args:
+        count: whether the size is needed, so that a dataset which does not know its size must be read through.
+        notice: told before that, since it may take long.
 
     Raises:
-        UsageError: it is empty, has a wrong structure, or is finite but already batched to nothing.
+        UsageError: the split is empty or has a wrong structure, or its first examples cannot be read.
     """
     source = task.dataset(split)
     if not isinstance(source, tf.data.Dataset):
@@ -77,12 +82,27 @@ def load_examples(task: Task, split: str) -> Examples:
             "default step needs (inputs, labels) or (inputs, labels, weight). Change Task.dataset, or write your own "
             "train_step."
         )
-    size = int(source.cardinality())
-    if size == tf.data.UNKNOWN_CARDINALITY:
-        size = int(source.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
-    if size == 0:
+    if not _can_be_batched(split, source):
         raise UsageError(f"the dataset of split {split!r} is empty. Make Task.dataset({split!r}) give examples.")
-    return Examples(split, source, None if size == tf.data.INFINITE_CARDINALITY else size)
+    size = int(source.cardinality())
+    if size == tf.data.UNKNOWN_CARDINALITY and count:
+        notice(
+            f"counting the examples of split {split!r}: its dataset does not know its size. To leave this out, set "
+            "steps, or use tf.data.experimental.assert_cardinality."
+        )
+        size = int(source.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
+    return Examples(split, source, size if size > 0 else None)
+
+
+def _can_be_batched(split: str, source: tf.data.Dataset) -> bool:
+    """Read two examples, so that what is wrong with them shows now. False where there is none."""
+    try:
+        return any(True for _ in source.take(2).batch(2))
+    except tf.errors.OpError as error:
+        raise UsageError(
+            f"the first examples of split {split!r} cannot be read and put into a batch: {cause_of(error)}. "
+            f"Task.dataset({split!r}) must give single examples of one structure and shape."
+        ) from None
 
 
 def _from_arrays(split: str, arrays: Any) -> tf.data.Dataset:

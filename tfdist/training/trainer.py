@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
@@ -16,7 +15,7 @@ from tfdist.errors import NonFiniteError, RanksDisagree, TfdistError, UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
 from tfdist.training.building import build_model, build_optimizer, digest, structure
-from tfdist.training.console import Console, Plan, open_console
+from tfdist.training.console import Console, Plan, numbers, open_console
 from tfdist.training.data import Examples, load_examples
 from tfdist.training.loops import Chunk, EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
@@ -119,8 +118,13 @@ class Trainer:
         if split not in self._splits:
             # Shuffling mixes in TensorFlow's global seed, which the task's code may have changed.
             keras.utils.set_random_seed(self.settings.seed)
-            self._splits[split] = load_examples(self.task, split)
+            count = split != "train" or self.settings.steps is None
+            self._splits[split] = load_examples(self.task, split, count=count, notice=self._notice)
         return self._splits[split]
+
+    def _notice(self, message: str) -> None:
+        if self.session.is_chief:
+            print(f"tfdist: {message}", flush=True)
 
     def _prepare(self) -> Plan:
         train = self._examples("train")
@@ -230,8 +234,8 @@ class Trainer:
             if other != values[0]:
                 raise shared(
                     RanksDisagree(
-                        f"after step {self.step} rank {rank} holds other weights than rank 0. They must be equal bit for "
-                        "bit; look for code in the task that changes variables outside of the step."
+                        f"after step {self.step} rank {rank} holds other weights than rank 0. They must be equal bit "
+                        "for bit; look for code in the task that changes variables outside of the step."
                     )
                 )
 
@@ -245,6 +249,6 @@ def _whole(name: str, given: int | None, default: Any) -> int:
 
 
 def _summary(report: Report) -> str:
-    last = f"last loss {report.losses[-1]:.4g}" if math.isfinite(report.losses[-1]) else "last loss not finite"
     rate = "" if report.examples_per_second is None else f", {report.examples_per_second:.0f} examples/s"
-    return f"done: {report.steps} steps, {report.examples_seen} examples, {last}{rate}"
+    results = [f"{split} {numbers(metrics)}" for split, metrics in report.metrics.items()]
+    return "; ".join([f"done: {report.steps} steps, {report.examples_seen} examples{rate}", *results])
