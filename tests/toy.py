@@ -204,7 +204,7 @@ class RowIds(Task):
 class Slow(ToyLine):
     """A step that takes `seconds` on every replica, the first one `first` seconds more."""
 
-    seconds: float = 0.1
+    seconds: float = 0.3
     first: float = 0.0
     targets: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 64)
 

@@ -162,8 +162,8 @@ def _train_parser() -> jsonargparse.ArgumentParser:
 
 
 def _answer_help(arguments: Sequence[str], identity: Identity) -> None:
-    """End here for `--help` and `--version`: every rank alike, one answer."""
-    if not {"-h", "--help", "--version"} & set(arguments):
+    """End here for a question (`--help`, `--version`, `--print_config`): every rank alike, one answer."""
+    if not any(a in ("-h", "--help", "--version") or a.startswith("--print_config") for a in arguments):
         return
     if identity.is_chief:
         _parser().parse_args(list(arguments))

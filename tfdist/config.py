@@ -9,7 +9,7 @@ from typing import Any
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS
 
-__all__ = ["Settings", "TrainCommand"]
+__all__ = ["Settings", "TrainCommand", "learning_rate"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Settings:
         return cls(**settings)
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(Settings):
+            _of_type(field.name, getattr(self, field.name), str(field.type))
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(
                 f"backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}."
@@ -61,8 +63,10 @@ class Settings:
             _at_least(name, getattr(self, name), 0)
         if self.epochs is not None and self.steps is not None:
             raise UsageError(f"epochs={self.epochs} and steps={self.steps} are both set. Leave one of them out.")
-        if self.learning_rate is not None and not 0 <= self.learning_rate < float("inf"):
-            raise UsageError(f"learning_rate={self.learning_rate} must be a finite number, 0 or more.")
+        if self.seed >= 2**32:
+            raise UsageError(f"seed={self.seed} must be below 2**32.")
+        if self.learning_rate is not None:
+            learning_rate(self.learning_rate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,24 @@ class TrainCommand(Settings):
     """Write what was done and measured to this JSON file."""
     verbose: bool = False
     """Print the resolved cluster and what was set for it."""
+
+
+def learning_rate(value: Any) -> float:
+    """The learning rate, checked. Raises UsageError unless it is a finite number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise UsageError(f"learning_rate={value!r} must be a finite number, 0 or more.")
+    return float(value)
+
+
+def _of_type(name: str, value: Any, annotation: str) -> None:
+    """Check a value against the annotation of its field, such as `int | None`; flags are checked before."""
+    kinds = {"int": (int, "a whole number"), "float": (int | float, "a number"), "str": (str, "text")}
+    allowed, _, none = annotation.partition(" | ")
+    if value is None and none:
+        return
+    kind, words = kinds[allowed]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UsageError(f"{name}={value!r} must be {words}.")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def main() -> None:
         for name, check in vars(module).items():
             if not name.startswith("check_") or (only and name.removeprefix("check_") not in only):
                 continue
+            start = time.monotonic()
             try:
                 for part, value in check(strategy):
                     results[f"{name.removeprefix('check_')}: {part}"] = plain(value)
@@ -73,6 +75,7 @@ def main() -> None:
                     "text": str(error)[:300],
                 }
                 print(name, traceback.format_exc(), file=sys.stderr, flush=True)
+            print(f"[{rank}] {kind} {name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     out = Path(sys.argv[1])
     (out / f"{rank}.json").write_text(json.dumps(results, default=str))
 

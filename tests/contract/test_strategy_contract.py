@@ -11,6 +11,7 @@ import ast
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.jobs import run_alone, run_mpi
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "strategy_program.py"
-SECONDS = 420
+SECONDS = 560
 CHECKS = [
     node.name.removeprefix("check_")
     for file in ("strategy_checks.py", "strategy_keras.py")
@@ -54,12 +55,19 @@ CLOSE = {
 def results(tmp_path_factory):
     """By strategy and check: what all its replicas saw."""
     out = {name: tmp_path_factory.mktemp(name) for name in ("mirrored", "horovod", "multi_worker_mirrored")}
-    run_alone(PROGRAM, out["mirrored"], "mirrored", timeout=SECONDS).check()
-    run_mpi(2, PROGRAM, out["horovod"], "horovod", timeout=SECONDS).check()
     # TensorFlow's collectives stay broken after an error in one, so checks that fail natively are not asked
     # of it.
     asked = [name for name in CHECKS if name not in ("nested_functions", "steps_per_execution")]
-    run_mpi(2, PROGRAM, out["multi_worker_mirrored"], "multi_worker_mirrored", *asked, timeout=SECONDS).check()
+    with ThreadPoolExecutor() as pool:  # side by side: each leaves the processors idle at times
+        jobs = [
+            pool.submit(run_alone, PROGRAM, out["mirrored"], "mirrored", timeout=SECONDS),
+            pool.submit(run_mpi, 2, PROGRAM, out["horovod"], "horovod", timeout=SECONDS),
+            pool.submit(
+                run_mpi, 2, PROGRAM, out["multi_worker_mirrored"], "multi_worker_mirrored", *asked, timeout=SECONDS
+            ),
+        ]
+        for job in jobs:
+            job.result().check()
     return {
         name: merged([json.loads(file.read_text()) for file in sorted(folder.iterdir())])
         for name, folder in out.items()

@@ -14,8 +14,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The error as it was raised, where TensorFlow has put the traceback of a traced function into its message."""
-    while isinstance(error, TfdistError) and isinstance(error.__context__, type(error)):
+    """The error as it was raised, where AutoGraph has put the traceback of a traced function into its message."""
+    while (
+        isinstance(error, TfdistError) and "in user code:" in str(error) and isinstance(error.__context__, type(error))
+    ):
         error = error.__context__
     return error
 

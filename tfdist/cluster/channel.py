@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import numpy as np
 
 from tfdist import errors
-from tfdist.cluster.causes import task_traceback, unwrapped
+from tfdist.cluster.causes import cause_of, task_traceback, unwrapped
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure, TfdistError
 
@@ -61,7 +61,7 @@ class Alone:
     def exchange(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
         if failure is not None:
             raise _error_of([failure])
-        return [value]
+        return [json.loads(json.dumps(value))]  # as it would come over a network
 
     def abort(self, code: int) -> None:
         pass
@@ -138,14 +138,16 @@ def together(channel: Channel, stage: str, work: Callable[[], T]) -> T:
     failure: Failure | None = None
     try:
         result = work()
-    except Exception as raised:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:  # the task's code may also call exit
         error = unwrapped(raised)
         if isinstance(error, TfdistError) and error.shared:
             raise error from None  # came out of an exchange, so every rank has it
         own = isinstance(error, TfdistError)
         failure = {
-            "kind": type(error).__name__ if own else TaskFailure.__name__,
-            "message": str(error) if own else task_traceback(error),
+            "kind": _kind(type(error)) if own else TaskFailure.__name__,
+            "message": str(error) if own else task_traceback(error) or cause_of(error),
             "host": socket.gethostname(),
         }
     channel.exchange(f"the end of {stage}", None, failure)
@@ -162,6 +164,11 @@ def require_same(channel: Channel, label: str, what: str, value: Any) -> None:
     for rank, other in enumerate(values):
         if other != values[0]:
             raise shared(RanksDisagree(f"{what} differs: rank 0 has {values[0]}, rank {rank} has {other}."))
+
+
+def _kind(error: type[BaseException]) -> str:
+    """The class of `tfdist.errors` that an error belongs to; a task may have made its own subclass."""
+    return next(cls.__name__ for cls in error.__mro__ if cls.__module__ == errors.__name__)
 
 
 def _error_of(failures: Sequence[Failure | None]) -> TfdistError:

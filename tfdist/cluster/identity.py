@@ -92,6 +92,11 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
 
 
 def _consistent(identity: Identity) -> Identity:
+    if not (0 <= identity.rank < identity.size and 0 <= identity.local_rank < identity.local_size):
+        raise UsageError(
+            f"the launcher's variables say rank {identity.rank} of {identity.size}, local rank {identity.local_rank} "
+            f"of {identity.local_size}, which cannot be. Unset them; the launcher sets them itself."
+        )
     config = identity.tf_config
     if config is not None and (len(config.workers), config.rank) != (identity.size, identity.rank):
         raise UsageError(
@@ -111,14 +116,22 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def _addresses(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(a, str) and ":" in a for a in value):
+        raise TypeError(f"{value!r} is not a list of host:port")
+    return value
+
+
 def _read_tf_config(text: str) -> TfConfig | None:
     if not text.strip():
         return None
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
-        chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
+        chiefs, workers = (_addresses(cluster.get(role, [])) for role in ("chief", "worker"))
         task_type, index = str(task["type"]), int(task["index"])
+        if index != float(task["index"]):
+            raise ValueError(f"the index {task['index']} is not a whole number")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"TF_CONFIG cannot be read ({type(error).__name__}: {error}). It must look like "

@@ -24,7 +24,6 @@ _DEFAULTS = {
     "HOROVOD_CYCLE_TIME": "0.5",
     # TensorFlow's start-up notes would come once per rank. 2 leaves errors.
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "KERAS_BACKEND": "tensorflow",
 }
 
 _quiet = False
@@ -41,9 +40,10 @@ def prepare(identity: Identity, environ: MutableMapping[str, str] | None = None)
     global _quiet
     environ = os.environ if environ is None else environ
     _quiet = _quiet or "TF_CPP_MIN_LOG_LEVEL" not in environ
-    keras = environ.get("KERAS_BACKEND", "tensorflow")
+    keras = environ.get("KERAS_BACKEND") or "tensorflow"
     if keras != "tensorflow":
         raise EnvironmentProblem(f"KERAS_BACKEND={keras!r}, but tfdist trains TensorFlow models. Unset KERAS_BACKEND.")
+    environ["KERAS_BACKEND"] = keras
     for name, value in _DEFAULTS.items():
         environ.setdefault(name, value)
     if "TFDIST_KEEP_BINDING" not in environ:
@@ -119,7 +119,7 @@ def _widen_binding(identity: Identity) -> None:
     job = _job_cores(identity)
     own = os.sched_getaffinity(0)
     if len(own) < len(job) // identity.local_size:
-        # Never beyond the launcher's own set, and so never beyond a cpuset or a SLURM step.
+        # To no more than what the launcher itself may use, and so never beyond a cpuset or a SLURM step.
         os.sched_setaffinity(0, job)
 
 

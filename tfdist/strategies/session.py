@@ -79,6 +79,7 @@ def open_session(backend: str | None, replicas: int | None, intra_op_threads: in
         name, local = resolve(backend, replicas, identity, len(tf.config.list_physical_devices("GPU")))
         threads = runtime.intra_op_threads(identity, local, intra_op_threads)
         if (name, local) in _sessions:
+            _set_threads(threads, local)
             return _sessions[name, local]
         _set_threads(threads, local)
         strategy = open_strategy(name, Place(identity, channel, local, threads))

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jsonargparse
 
@@ -43,8 +44,7 @@ def load_task(spec: str, arguments: Sequence[str] = ()) -> Task:
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
         there = f"It has {', '.join(tasks)}." if tasks else "It has no subclass of tfdist.Task."
-        what = "no class" if cls is None else "a"
-        detail = f"{what} {name!r}" if cls is None else f"{name!r}, but it is not a subclass of tfdist.Task"
+        detail = f"no class {name!r}" if cls is None else f"{name!r}, but it is not a subclass of tfdist.Task"
         raise UsageError(f"task={spec!r}: {place} has {detail}. {there}")
     return _with_arguments(spec, cls, arguments)
 
@@ -78,28 +78,39 @@ def _from_package(spec: str, name: str) -> ModuleType:
 
 
 def _with_arguments(spec: str, cls: type[Task], arguments: Sequence[str]) -> Task:
-    types = typing.get_type_hints(cls)
-    known = {field.name: types[field.name] for field in dataclasses.fields(cls) if field.init}
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    values = {}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    texts = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
             raise UsageError(f"task_args={argument!r} is not of the form name=value.")
-        if name not in known:
+        if name not in fields:
+            hint = "" if "__dataclass_fields__" in vars(cls) else f" Is {cls.__name__} decorated with @dataclass?"
             raise UsageError(
-                f"task_args={argument!r}: the task {spec!r} has no field {name!r}; it has {', '.join(known)}."
-                + closest(name, known)
-                + (
-                    ""
-                    if dataclasses.is_dataclass(cls) and "__dataclass_fields__" in vars(cls)
-                    else f" Fields of {cls.__name__} count only if the class is decorated with @dataclasses.dataclass."
-                )
+                f"task_args={argument!r}: the task {spec!r} has no field {name!r}; it has {', '.join(fields)}."
+                + closest(name, fields)
+                + hint
             )
-        parser.add_argument(f"--{name}", type=known[name]) if name not in values else None
-        values[name] = text
+        texts[name] = text
+    for name, field in fields.items():
+        if name not in texts and field.default is field.default_factory is dataclasses.MISSING:
+            raise UsageError(f"task={spec!r} needs a value for {name!r}: --task-args {name}=…")
+    return cls(**{name: _value(f"{name}={text}", text, _type(cls, name)) for name, text in texts.items()})
+
+
+def _type(cls: type[Task], name: str) -> Any:
+    """The type of one field. Those of the others may be importable for type checkers alone."""
+    home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    alone = type(name, (), {"__annotations__": {name: home.__annotations__[name]}, "__module__": home.__module__})
+    return typing.get_type_hints(alone)[name]
+
+
+def _value(argument: str, text: str, kind: Any) -> Any:
+    """The text as a value of the field's type."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
     try:
-        parsed = parser.parse_args([f"--{name}={text}" for name, text in values.items()])
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(f"task_args={' '.join(arguments)}: {' '.join(str(error).split())}") from None
-    return cls(**{name: getattr(parsed, name) for name in values})
+        return parser.parse_args([f"--value={text}"]).value
+    except (jsonargparse.ArgumentError, TypeError, ValueError):
+        words = getattr(kind, "__name__", str(kind))
+        raise UsageError(f"task_args={argument!r} is not a value of type {words}.") from None

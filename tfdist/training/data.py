@@ -17,7 +17,7 @@ from tfdist.cluster.causes import cause_of
 from tfdist.errors import UsageError
 from tfdist.training.task import Task
 
-__all__ = ["Examples", "load_examples"]
+__all__ = ["Examples", "load_examples", "row_count"]
 
 Batches = Iterator[Any]
 
@@ -49,13 +49,14 @@ class Examples:
             examples = self.dataset
             if shuffle_buffer:
                 buffer = min(shuffle_buffer, self.size or shuffle_buffer)
-                mixed = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), index)
-                examples = examples.shuffle(buffer, seed=mixed[1], reshuffle_each_iteration=False)
+                both = tf.stack([tf.constant(seed, tf.int64), index])
+                mixed = tf.random.stateless_uniform([], both, minval=1, maxval=2**31 - 1, dtype=tf.int64)
+                examples = examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
             return examples.batch(global_batch_size)
 
         # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
         # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
-        tf.random.set_seed(seed + 1)
+        tf.random.set_seed(1)
         return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch))
 
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
@@ -127,13 +128,19 @@ def _distribute(strategy: tf.distribute.Strategy, global_batches: Callable[[], t
         here = replicas // context.num_input_pipelines
         first = context.input_pipeline_id * here
         batches = global_batches()
+        # map spreads a plain tuple over its function's arguments.
+        spread = type(batches.element_spec) is tuple
+
+        def element(batch: tuple[Any, ...]) -> Any:
+            return batch if spread else batch[0]
+
         if here == 1:
-            batches = batches.map(lambda *batch: _piece(_element(batch), first, replicas), tf.data.AUTOTUNE)
+            batches = batches.map(lambda *batch: _piece(element(batch), first, replicas), tf.data.AUTOTUNE)
             batches = batches.prefetch(tf.data.AUTOTUNE)
         else:
             batches = batches.flat_map(
                 lambda *batch: tf.data.Dataset.range(first, first + here).map(
-                    lambda replica: _piece(_element(batch), replica, replicas)
+                    lambda replica: _piece(element(batch), replica, replicas)
                 )
             )
             batches = batches.prefetch(2 * here)
@@ -147,18 +154,33 @@ def _distribute(strategy: tf.distribute.Strategy, global_batches: Callable[[], t
     return iter(strategy.distribute_datasets_from_function(pieces))
 
 
-def _element(batch: tuple[Any, ...]) -> Any:
-    """The element that `map` has spread over its function's arguments; a lone value is not a tuple of one."""
-    return batch if len(batch) > 1 else batch[0]
-
-
 def _piece(batch: Any, replica: int | tf.Tensor, replicas: int) -> Any:
     """Rows of `replica`: contiguous, the first (rows mod replicas) replicas get one more."""
     if replicas == 1:
         return batch
-    rows = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+    rows = tf.cast(row_count(batch), tf.int64)
     replica = tf.cast(replica, tf.int64)
     even, extra = rows // replicas, rows % replicas
     start = replica * even + tf.minimum(replica, extra)
     end = start + even + tf.cast(replica < extra, tf.int64)
-    return tf.nest.map_structure(lambda value: value[start:end], batch)
+
+    def piece(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            rest = value.dense_shape[1:]
+            sliced = tf.sparse.slice(
+                value, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[end - start], rest], 0)
+            )
+            return tf.SparseTensor(sliced.indices, sliced.values, tf.concat([[end - start], rest], 0))
+        return value[start:end]
+
+    return tf.nest.map_structure(piece, batch)
+
+
+def row_count(batch: Any) -> tf.Tensor:
+    """Number of examples in a batch, a scalar int32."""
+    first = tf.nest.flatten(batch)[0]
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows(tf.int32)
+    return tf.shape(first)[0]

@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.training.data import row_count
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.reduction import sum_over_replicas
-from tfdist.training.step import TrainingStep, model_rows
+from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, unpack
 
 __all__ = ["Chunk", "EvaluationLoop", "TrainingLoop"]
@@ -146,5 +147,5 @@ class EvaluationLoop:
             predictions = self._model(inputs, training=False)
             losses = self._task.losses(labels, predictions)
         added = self._metrics.added(labels, predictions, losses, weights)
-        present = model_rows(batch) > 0
+        present = row_count(batch) > 0
         return sum_over_replicas([tf.where(present, value, tf.zeros_like(value)) for value in added])

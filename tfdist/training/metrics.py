@@ -28,6 +28,21 @@ class MetricTotals:
         if "loss" in metrics:
             raise UsageError("Task.metrics has an entry 'loss', which the trainer reports itself. Rename it.")
         self._metrics: dict[str, keras.metrics.Metric] = {"loss": keras.metrics.Mean(), **metrics}
+        self._collect()
+
+    def see(self, labels: Any, predictions: Any) -> None:
+        """Show a few rows to metrics that make their state when they first see data; the rows are not counted."""
+        for name, metric in self._metrics.items():
+            if name == "loss":
+                continue
+            made = [(variable, variable.numpy()) for variable in metric.variables]
+            metric.update_state(labels, predictions)
+            metric.reset_state()
+            for variable, value in made:
+                variable.assign(value)
+        self._collect()
+
+    def _collect(self) -> None:
         self._variables = [v for metric in self._metrics.values() for v in metric.variables]
         self._initial = {name: [v.numpy() for v in metric.variables] for name, metric in self._metrics.items()}
 

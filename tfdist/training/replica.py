@@ -48,6 +48,8 @@ class Replica:
             raise UsageError("replica.loss was called twice in one train_step. Add the per-example losses first.")
         losses = _per_example("the loss", losses, self.rows)
         weights = tf.ones_like(losses) if weights is None else _per_example("the weight", weights, self.rows)
+        if losses.dtype.size < 4:  # a sum of many halves would lose its small addends, or overflow
+            losses = tf.cast(losses, tf.float32)
         weights = tf.cast(weights, losses.dtype)
         self.weighted_loss = tf.reduce_sum(losses * weights)
         self.weight = tf.reduce_sum(weights)
@@ -85,13 +87,9 @@ def _per_example(what: str, value: Any, rows: tf.Tensor) -> tf.Tensor:
             f"{what} has shape {value.shape}, but must have one value per example, shape [rows]. "
             "Average over the other axes, and never over the examples (Keras losses: reduction=None)."
         )
-    checks = [
-        tf.debugging.assert_rank(value, 1, f"{what} must have one value per example"),
-        tf.debugging.assert_equal(
-            tf.shape(value)[:1],
-            [rows],
-            f"{what} must have one value per example, but its length is not that of the rows",
-        ),
-    ]
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.ensure_shape(tf.identity(value), [None])
+    value = tf.ensure_shape(value, [None])
+    same = tf.debugging.assert_equal(
+        tf.shape(value)[0], rows, f"{what} must have one value per example, but its length is not that of the rows"
+    )
+    with tf.control_dependencies([same] if same is not None else []):
+        return tf.identity(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.errors import UsageError
+from tfdist.errors import EnvironmentProblem, UsageError
 
 __all__ = ["Report", "StepTime", "check_writable", "step_time", "throughput", "versions", "write"]
 
@@ -114,8 +114,12 @@ def write(report: Report, path: Path) -> None:
     """Write the report whole or not at all."""
     text = json.dumps(_json(dataclasses.asdict(report)), indent=1, allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise EnvironmentProblem(f"report={str(path)!r} could not be written: {error.strerror or error}.") from None
 
 
 def _json(value: Any) -> Any:

@@ -16,12 +16,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
+from tfdist.training.data import row_count
 from tfdist.training.private_keras import without_second_reduction
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.replica import Replica
 from tfdist.training.task import Task
 
-__all__ = ["StepResult", "TrainingStep", "model_rows"]
+__all__ = ["StepResult", "TrainingStep"]
 
 
 class StepResult(NamedTuple):
@@ -77,7 +78,7 @@ class TrainingStep:
 
     def _reduce(self, batch: Any) -> _Reduced:
         """Runs inside the replica step (traced)."""
-        rows = model_rows(batch)
+        rows = row_count(batch)
         with keras.StatelessScope(collect_losses=True) as scope:
             replica = Replica(self._model, rows, penalties=scope.losses)
             self._task.train_step(replica, batch)
@@ -143,11 +144,6 @@ class TrainingStep:
         for variable, value in zip(self._updated, state, strict=True):
             variable.assign(value)
         self._optimizer.apply(gradients, self._trained)
-
-
-def model_rows(batch: Any) -> tf.Tensor:
-    """Number of examples in a replica's piece, a scalar int32."""
-    return tf.shape(tf.nest.flatten(batch)[0])[0]
 
 
 def _is_float(variable: keras.Variable) -> bool:

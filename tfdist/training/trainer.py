@@ -10,7 +10,7 @@ import numpy as np
 from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
 from tfdist.cluster.runtime import terminal_width
-from tfdist.config import Settings
+from tfdist.config import Settings, learning_rate
 from tfdist.errors import NonFiniteError, RanksDisagree, TfdistError, UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
@@ -21,7 +21,7 @@ from tfdist.training.loops import Chunk, EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.report import Report
 from tfdist.training.step import TrainingStep
-from tfdist.training.task import Task
+from tfdist.training.task import Task, unpack
 
 __all__ = ["Trainer"]
 
@@ -54,7 +54,7 @@ class Trainer:
         given = self.settings
         self.session: Session = open_session(given.backend, given.replicas, given.intra_op_threads)
         self.global_batch_size = _whole("global_batch_size", given.global_batch_size, task.global_batch_size)
-        self.learning_rate = task.learning_rate if given.learning_rate is None else given.learning_rate
+        self.learning_rate = learning_rate(task.learning_rate if given.learning_rate is None else given.learning_rate)
         self.step = 0
         """Steps that have been applied."""
         self._splits: dict[str, Examples] = {}
@@ -136,6 +136,7 @@ class Trainer:
             seed=self.settings.seed,
             shuffle_buffer=self.settings.shuffle_buffer,
         )
+        keras.utils.set_random_seed(self.settings.seed)  # for random operations of the task's own
         step = TrainingStep(self.session.strategy, self.task, self.model, self.optimizer)
         self._loop = TrainingLoop(self.session.strategy, step, self._iterator)
         for split in self.task.evaluation_splits():
@@ -165,8 +166,15 @@ class Trainer:
         if split not in self._evaluations:
             iterator = examples.evaluation_batches(strategy, global_batch_size=self.global_batch_size)
             metrics = MetricTotals(self.task.metrics())
+            metrics.see(*self._sample(examples))
             self._evaluations[split] = EvaluationLoop(strategy, self.task, self.model, metrics, iterator), iterator
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
+
+    def _sample(self, examples: Examples) -> tuple[Any, Any]:
+        """Labels and predictions of one example."""
+        inputs, labels, _ = unpack(next(iter(examples.dataset.batch(1))))
+        with keras.StatelessScope():
+            return labels, self.model(inputs, training=False)
 
     def _train(self, plan: Plan, console: Console) -> tuple[list[Chunk], dict[str, dict[str, float]]]:
         chunks: list[Chunk] = []

@@ -1,0 +1,172 @@
+"""What the chief shows: lines with a clock of the test, and the bar on a terminal of 80 columns in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+
+import pytest
+from rich.console import Console as RichConsole
+
+from tfdist.training.console import BarConsole, Console, LineConsole, Plan, SilentConsole, open_console
+
+PLAN = Plan(
+    backend="mirrored", replicas=2, steps=230, steps_per_epoch=23, global_batch_size=64, examples=1438, threads=1
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_headline_says_all_in_one_line() -> None:
+    assert PLAN.headline() == (
+        "training on mirrored, 2 replicas: 230 steps of 64 examples (1438 examples), 1 intra-op thread(s)"
+    )
+    endless = dataclasses.replace(PLAN, replicas=1, examples=None, steps_per_epoch=None)
+    assert "mirrored, 1 replica: 230 steps of 64 examples (endless examples)" in endless.headline()
+
+
+@pytest.mark.parametrize(
+    ("step", "position"),
+    [
+        (1, "epoch 1/10 step 1/230"),
+        (23, "epoch 1/10 step 23/230"),
+        (24, "epoch 2/10 step 24/230"),
+        (230, "epoch 10/10 step 230/230"),
+    ],
+)
+def test_where_a_step_is(step: int, position: str) -> None:
+    assert PLAN.position(step) == position
+
+
+def test_where_a_step_is_without_whole_epochs() -> None:
+    assert dataclasses.replace(PLAN, steps=24).position(24) == "epoch 2/2 step 24/24"
+    assert dataclasses.replace(PLAN, steps=5).position(5) == "epoch 1/1 step 5/5"
+    assert dataclasses.replace(PLAN, steps_per_epoch=None).position(24) == "step 24/230"
+
+
+def test_lines_come_at_most_once_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = LineConsole(interval=5, clock=clock)
+    console.begin(PLAN)
+    assert capsys.readouterr().out == PLAN.headline() + "\n"
+    shown = []
+    for step, seconds in ((10, 0.0), (20, 4.9), (30, 0.1), (40, 3.0), (50, 30.0), (60, 4.0)):
+        clock.now += seconds
+        console.progress(step, 0.123456, 1234.5)
+        shown.append((step, capsys.readouterr().out))
+    assert [step for step, text in shown if text] == [10, 30, 50]
+    assert shown[0][1] == "epoch 1/10 step 10/230  loss 0.1235  1234 examples/s\n"
+
+
+def test_the_last_step_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    console = LineConsole(interval=5, clock=Clock())
+    console.begin(PLAN)
+    console.progress(229, 1.0, 1.0)
+    capsys.readouterr()
+    console.progress(230, 1.0, 1.0)
+    assert "step 230/230" in capsys.readouterr().out
+
+
+def test_evaluations_and_the_end_are_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    console = LineConsole(interval=5, clock=Clock())
+    console.begin(PLAN)
+    capsys.readouterr()
+    for _ in range(2):
+        console.evaluated(23, "test", {"loss": 0.123456, "accuracy": 1.0, "per_class": [0.5, 1.0]})  # type: ignore[dict-item]
+    line = "epoch 1/10 step 23/230  test: loss 0.1235  accuracy 1  per_class [0.5, 1.0]\n"
+    assert capsys.readouterr().out == line * 2
+    console.end("done")
+    console.close()
+    assert capsys.readouterr().out == "done\n"
+
+
+def bar(columns: int = 80) -> tuple[BarConsole, io.StringIO]:
+    screen = io.StringIO()
+    return BarConsole(RichConsole(file=screen, force_terminal=True, width=columns, height=24, _environ={})), screen
+
+
+def lines(screen: io.StringIO) -> list[str]:
+    """All that was written, without colours and movements of the cursor; redrawn lines come again."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+def run(console: Console) -> None:
+    console.begin(PLAN)
+    console.progress(23, 0.123456, 123456.7)
+    console.evaluated(23, "test", {"loss": 0.5, "accuracy": 0.25})
+    console.progress(230, 0.01, 123456.7)
+    console.end("done: 230 steps")
+    console.close()
+
+
+def test_the_bar_fits_into_80_columns() -> None:
+    console, screen = bar()
+    run(console)
+    shown = lines(screen)
+    assert PLAN.headline() in shown
+    assert "epoch 1/10 step 23/230  test: loss 0.5  accuracy 0.25" in shown
+    bars = [line for line in shown if "examples/s" in line and not line.startswith("training")]
+    assert bars
+    for line in bars:
+        assert len(line) <= 80
+        assert "…" not in line
+    assert any(line.startswith("epoch 10/10  loss 0.01 ") and " 230/230 123457 examples/s" in line for line in bars)
+    assert shown[-1] == "done: 230 steps"
+
+
+def test_lines_longer_than_the_terminal_are_not_cut() -> None:
+    console, screen = bar(columns=40)
+    run(console)
+    # Left to the terminal to wrap, so that they can be copied whole.
+    assert PLAN.headline() in lines(screen)
+    assert "epoch 1/10 step 23/230  test: loss 0.5  accuracy 0.25" in lines(screen)
+
+
+def test_the_bar_waits_with_the_first_step() -> None:
+    console, screen = bar()
+    console.begin(PLAN)
+    console.close()
+    assert lines(screen)[-1].startswith("first step ")
+    assert "0/230" in lines(screen)[-1]
+
+
+def test_the_cursor_comes_back_whatever_happens() -> None:
+    console, screen = bar()
+    console.begin(PLAN)
+    assert "\x1b[?25l" in screen.getvalue()
+    console.close()
+    console.close()  # as after an error
+    assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+
+
+def test_a_run_that_never_began_shows_no_bar() -> None:
+    console, screen = bar()
+    console.close()
+    assert lines(screen) == []
+
+
+def test_nothing_is_shown_by_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    run(SilentConsole())
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("visible", "width", "kind"),
+    [
+        (False, None, SilentConsole),
+        (False, 80, SilentConsole),
+        (True, None, LineConsole),
+        (True, 80, BarConsole),
+        (True, 0, BarConsole),
+    ],
+)
+def test_which_console(visible: bool, width: int | None, kind: type[Console]) -> None:
+    assert type(open_console(visible=visible, width=width)) is kind

@@ -1,0 +1,317 @@
+"""From examples to global batches, and to the replicas' pieces of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.unit.one_device import STRATEGY
+from tfdist import Task, UsageError
+from tfdist.training.data import Examples, _piece, load_examples
+
+
+@dataclasses.dataclass(kw_only=True)
+class Source(Task):
+    """A task of which only the dataset counts."""
+
+    make: Callable[[str], Any] = dataclasses.field(default=lambda split: None)
+
+    def dataset(self, split: str) -> Any:
+        return self.make(split)
+
+
+class AnyStructure(Source):
+    def train_step(self, replica: Any, batch: Any) -> None:
+        raise NotImplementedError
+
+
+class InputOnly:
+    """Stands where the data meets a strategy and asks for one input pipeline, as TensorFlow's strategies do.
+
+    Iterating gives the pieces of this pipeline's replicas in turn.
+    """
+
+    def __init__(self, replicas: int, pipelines: int, pipeline: int) -> None:
+        self._context = tf.distribute.InputContext(pipelines, pipeline, replicas)
+
+    def distribute_datasets_from_function(self, function: Callable[[Any], tf.data.Dataset]) -> tf.data.Dataset:
+        return function(self._context)
+
+
+def load(task: Task, split: str, *, count: bool = True) -> Examples:
+    return load_examples(task, split, count=count, notice=lambda message: None)
+
+
+def numbers(count: int) -> Examples:
+    return load(AnyStructure(make=lambda split: tf.data.Dataset.range(count)), "train")
+
+
+def take(batches: Iterator[Any], count: int) -> list[Any]:
+    return [tf.nest.map_structure(lambda t: t.numpy().tolist(), batch) for batch in itertools.islice(batches, count)]
+
+
+def order(examples: Examples, steps: int, *, seed: int = 0, buffer: int = 100, size: int = 4) -> list[list[int]]:
+    batches = examples.training_batches(STRATEGY, global_batch_size=size, seed=seed, shuffle_buffer=buffer)
+    return take(batches, steps)
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [i for batch in batches for i in batch]
+
+
+class TestPieces:
+    @pytest.mark.parametrize("replicas", range(1, 6))
+    @pytest.mark.parametrize("rows", range(10))
+    def test_pieces_are_contiguous_and_of_nearly_equal_size(self, rows: int, replicas: int) -> None:
+        batch = {"a": tf.range(rows), "b": (tf.range(rows) * 10, tf.zeros([rows, 2]))}
+        pieces = [_piece(batch, replica, replicas) for replica in range(replicas)]
+        sizes = [len(piece["a"]) for piece in pieces]
+        assert sizes == [rows // replicas + (replica < rows % replicas) for replica in range(replicas)]
+        assert np.concatenate([piece["a"] for piece in pieces]).tolist() == list(range(rows))
+        assert np.concatenate([piece["b"][0] for piece in pieces]).tolist() == list(range(0, 10 * rows, 10))
+        assert [piece["b"][1].shape.as_list() for piece in pieces] == [[size, 2] for size in sizes]
+
+    @pytest.mark.parametrize(("replicas", "pipelines"), [(1, 1), (3, 1), (3, 3), (4, 2), (4, 4)])
+    def test_every_layout_of_pipelines_gives_the_same_pieces(self, replicas: int, pipelines: int) -> None:
+        # 10 rows in batches of 7: 7 and 3, and again.
+        want = [
+            np.array_split(np.arange(*ends), replicas)  # numpy has the same rule
+            for ends in ((0, 7), (7, 10), (0, 7), (7, 10))
+        ]
+        here = replicas // pipelines
+        for pipeline in range(pipelines):
+            source = InputOnly(replicas, pipelines, pipeline)
+            got = take(numbers(10).evaluation_batches(source, global_batch_size=7), 4 * here)  # type: ignore[arg-type]
+            mine = range(pipeline * here, (pipeline + 1) * here)
+            assert got == [step[replica].tolist() for step in want for replica in mine]
+
+    def test_the_training_batches_are_cut_alike(self) -> None:
+        whole = order(numbers(10), 6)
+        for replicas in (2, 5):
+            parts = []
+            for pipeline in range(replicas):
+                source: Any = InputOnly(replicas, replicas, pipeline)
+                batches = numbers(10).training_batches(source, global_batch_size=4, seed=0, shuffle_buffer=100)
+                parts.append(take(batches, 6))
+            assert [flat(list(pieces)) for pieces in zip(*parts, strict=True)] == whole
+
+    def test_the_dataset_never_ends_for_tensorflow(self) -> None:
+        for replicas in (1, 2):
+            seen: list[tf.data.Dataset] = []
+
+            class Keeps(InputOnly):
+                def distribute_datasets_from_function(self, function: Any) -> Any:
+                    seen.append(super().distribute_datasets_from_function(function))  # noqa: B023
+                    return seen[-1]  # noqa: B023
+
+            numbers(10).evaluation_batches(Keeps(replicas, 1, 0), global_batch_size=4)  # type: ignore[arg-type]
+            assert seen[0].cardinality() == tf.data.INFINITE_CARDINALITY
+
+
+class TestEpochs:
+    def test_without_a_buffer_the_order_is_that_of_the_dataset(self) -> None:
+        assert order(numbers(5), 4, buffer=0, size=3) == [[0, 1, 2], [3, 4], [0, 1, 2], [3, 4]]
+
+    def test_batches_never_cross_an_epoch(self) -> None:
+        batches = order(numbers(10), 12)
+        assert [len(batch) for batch in batches] == [4, 4, 2] * 4
+        for epoch in range(4):
+            assert sorted(flat(batches[3 * epoch : 3 * epoch + 3])) == list(range(10))
+
+    def test_epochs_differ_in_order(self) -> None:
+        batches = order(numbers(10), 12)
+        epochs = [tuple(flat(batches[i : i + 3])) for i in range(0, 12, 3)]
+        assert len(set(epochs)) == 4
+        assert tuple(range(10)) not in epochs
+
+    def test_a_batch_may_hold_more_than_all(self) -> None:
+        assert [sorted(batch) for batch in order(numbers(3), 2, size=8)] == [[0, 1, 2]] * 2
+
+    def test_equal_seeds_give_equal_orders_and_others_other_ones(self) -> None:
+        # 0 is TensorFlow's own word for "no seed".
+        orders = [order(numbers(10), 6, seed=seed) for seed in (0, 1, 2, 3, 2**31 - 1, 0)]
+        assert orders[-1] == orders[0]
+        assert len({str(o) for o in orders[:-2]}) == 4
+
+    def test_large_seeds_differ_from_small_ones(self) -> None:
+        assert order(numbers(10), 3, seed=2**31) != order(numbers(10), 3, seed=1)
+
+    def test_every_seed_can_be_used(self) -> None:
+        order(numbers(10), 3, seed=2**31 - 2)
+
+    @pytest.mark.parametrize("user", [None, 0, 1, 12345])
+    def test_the_global_seed_of_the_user_does_not_count(self, user: int | None) -> None:
+        tf.random.set_seed(99)
+        want = order(numbers(10), 6, seed=3)
+        if user is None:
+            tf.random.uniform([])
+        else:
+            tf.random.set_seed(user)
+        assert order(numbers(10), 6, seed=3) == want
+
+    def test_a_small_buffer_mixes_near_examples_only(self) -> None:
+        first = flat(order(numbers(100), 25, buffer=5))
+        assert sorted(first) == list(range(100))
+        assert first != list(range(100))
+        assert all(value < place + 5 for place, value in enumerate(first))
+
+    def test_evaluation_keeps_the_order_and_starts_again(self) -> None:
+        batches = numbers(5).evaluation_batches(STRATEGY, global_batch_size=2)
+        assert take(batches, 6) == [[0, 1], [2, 3], [4]] * 2
+
+    @pytest.mark.parametrize(("rows", "size", "steps"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (9, 1, 9)])
+    def test_steps_per_epoch(self, rows: int, size: int, steps: int) -> None:
+        assert numbers(rows).steps_per_epoch(size) == steps
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+ROWS = np.arange(3, dtype=np.float32)
+
+
+class TestStructures:
+    """An element of the task comes to its step as it went in, with one more axis."""
+
+    @pytest.mark.parametrize(
+        "element",
+        [
+            pytest.param(ROWS, id="one tensor"),
+            pytest.param({"a": ROWS, "b": {"c": ROWS}}, id="dict"),
+            pytest.param((ROWS, ROWS), id="pair"),
+            pytest.param(({"a": ROWS, "b": (ROWS, ROWS)}, ROWS, ROWS), id="nested"),
+            pytest.param(({"a": ROWS},), id="tuple of one dict"),
+            pytest.param((ROWS,), id="tuple of one"),
+            pytest.param(Pair(ROWS, ROWS), id="named tuple"),
+        ],
+    )
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_structures_are_kept(self, element: Any, replicas: int) -> None:
+        examples = load(AnyStructure(make=lambda split: element), "train")
+        assert examples.size == 3
+        source: Any = InputOnly(replicas, replicas, 0)
+        rows = 3 if replicas == 1 else 2  # the first of two replicas has one more
+        for batches in (
+            examples.evaluation_batches(source, global_batch_size=3),
+            examples.training_batches(source, global_batch_size=3, seed=0, shuffle_buffer=0),
+        ):
+            (got,) = take(iter(batches), 1)
+            want = tf.nest.map_structure(lambda array: array[:rows].tolist(), element)
+            assert got == want
+            assert type(got) is type(want)
+
+    def test_arrays_of_any_kind(self) -> None:
+        for arrays in (
+            (ROWS, ROWS),
+            (tf.constant(ROWS), ROWS.tolist()),
+            tf.data.Dataset.from_tensor_slices((ROWS,) * 2),
+        ):
+            examples = load(Source(make=lambda split, arrays=arrays: arrays), "train")
+            assert take(examples.evaluation_batches(STRATEGY, global_batch_size=2), 2) == [
+                ([0.0, 1.0], [0.0, 1.0]),
+                ([2.0], [2.0]),
+            ]
+
+    def test_the_split_reaches_the_task(self) -> None:
+        examples = load(Source(make=lambda split: (ROWS, [split] * 3)), "valid")
+        assert examples.split == "valid"
+        assert take(examples.evaluation_batches(STRATEGY, global_batch_size=1), 1) == [([0.0], [b"valid"])]
+
+
+class TestSizes:
+    def test_an_endless_dataset(self) -> None:
+        endless = load(AnyStructure(make=lambda split: tf.data.Dataset.range(3).repeat()), "train")
+        assert endless.size is None
+        assert order(endless, 3, buffer=0) == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2]]
+        mixed = order(endless, 50, buffer=10)
+        assert {len(batch) for batch in mixed} == {4}
+        assert set(flat(mixed)) == {0, 1, 2}
+
+    def test_a_generator_of_unknown_size_is_counted_where_the_number_is_needed(self) -> None:
+        def generate() -> Iterator[tuple[int, int]]:
+            yield from ((i, -i) for i in range(7))
+
+        spec = (tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64))
+        task = Source(make=lambda split: tf.data.Dataset.from_generator(generate, output_signature=spec))
+        notices: list[str] = []
+        counted = load_examples(task, "train", count=True, notice=notices.append)
+        assert counted.size == 7
+        assert len(notices) == 1
+        assert notices[0].startswith("counting the examples of split 'train'")
+        not_counted = load_examples(task, "train", count=False, notice=notices.append)
+        assert not_counted.size is None
+        assert len(notices) == 1
+        for examples in (counted, not_counted):  # epochs end where the generator does, whether counted or not
+            batches = take(examples.training_batches(STRATEGY, global_batch_size=4, seed=0, shuffle_buffer=100), 4)
+            for epoch in (batches[:2], batches[2:]):
+                assert sorted(flat([left for left, _ in epoch])) == list(range(7))
+                assert all(a == -b for left, right in epoch for a, b in zip(left, right, strict=True))
+
+    def test_what_knows_its_size_is_not_counted_and_an_endless_generator_can_be_used(self) -> None:
+        notices: list[str] = []
+        for rows in (ROWS, tf.data.Dataset.from_tensor_slices(ROWS), tf.data.Dataset.range(3).repeat()):
+            task = AnyStructure(make=lambda split, rows=rows: rows)
+            load_examples(task, "train", count=True, notice=notices.append)
+        assert notices == []
+        endless = tf.data.Dataset.from_generator(itertools.count, output_signature=tf.TensorSpec([], tf.int64))
+        examples = load(AnyStructure(make=lambda split: endless), "train", count=False)
+        assert examples.size is None
+        assert order(examples, 2, buffer=0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def test_examples_that_cannot_be_read_or_batched_are_refused(self) -> None:
+        def unequal() -> Iterator[np.ndarray]:
+            yield from (np.zeros(1), np.zeros(2))
+
+        def falls() -> Iterator[np.ndarray]:
+            yield np.zeros(1)
+            raise ValueError("the sky is falling")
+
+        for generate, part in ((unequal, "Cannot batch tensors"), (falls, "ValueError: the sky is falling")):
+            source = tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([None], tf.float64))
+            with pytest.raises(UsageError) as caught:
+                load(AnyStructure(make=lambda split, source=source: source), "valid")
+            assert "the first examples of split 'valid' cannot be read and put into a batch" in str(caught.value)
+            assert part in str(caught.value)
+
+    @pytest.mark.parametrize("element", ["one", "dict", "pair"])
+    def test_a_filtered_dataset_is_counted(self, element: str) -> None:
+        structure: Callable[[Any], Any] = {
+            "one": lambda i: i,
+            "dict": lambda i: {"a": i, "b": i},
+            "pair": lambda i: (i, i),
+        }[element]
+        filtered = tf.data.Dataset.range(10).filter(lambda i: i % 3 == 0).map(structure)
+        assert load(AnyStructure(make=lambda split: filtered), "train").size == 4
+
+    @pytest.mark.parametrize(
+        "empty",
+        [
+            (ROWS[:0], ROWS[:0]),
+            tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).take(0),
+            tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).filter(lambda a, b: a < 0),
+        ],
+        ids=["arrays", "dataset", "filtered"],
+    )
+    def test_an_empty_split_is_refused(self, empty: Any) -> None:
+        with pytest.raises(UsageError, match="the dataset of split 'train' is empty"):
+            load(Source(make=lambda split: empty), "train")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("element", [ROWS, {"a": ROWS}], ids=["one tensor", "dict"])
+    def test_the_default_step_needs_tuples(self, element: Any) -> None:
+        with pytest.raises(UsageError) as caught:
+            load(Source(make=lambda split: element), "train")
+        assert "the default step needs (inputs, labels) or (inputs, labels, weight)" in str(caught.value)
+        load(AnyStructure(make=lambda split: element), "train")
+
+    @pytest.mark.parametrize("value", [7, None, (ROWS, ROWS[:2]), object()], ids=["int", "None", "lengths", "object"])
+    def test_what_is_no_data_is_refused(self, value: Any) -> None:
+        with pytest.raises(UsageError) as caught:
+            load(Source(make=lambda split: value), "test")
+        assert str(caught.value).startswith(f"Task.dataset('test') gave a {type(value).__name__} that is neither")
