@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist.config import Settings
     from tfdist.errors import TfdistError, UsageError
+    from tfdist.strategies.session import strategy
     from tfdist.training.replica import Replica
     from tfdist.training.report import Report
     from tfdist.training.task import Task
     from tfdist.training.trainer import Trainer
 
-__all__ = ["Replica", "Report", "Settings", "Task", "TfdistError", "Trainer", "UsageError", "__version__"]
+__all__ = ["Replica", "Report", "Settings", "Task", "TfdistError", "Trainer", "UsageError", "__version__", "strategy"]
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOMES = {
     "TfdistError": "tfdist.errors",
     "Trainer": "tfdist.training.trainer",
     "UsageError": "tfdist.errors",
+    "strategy": "tfdist.strategies.session",
 }
 
 

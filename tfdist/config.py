@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import UsageError, closest
-from tfdist.strategies.table import BACKENDS
+from tfdist.strategies.table import check_backend
 
 __all__ = ["Settings", "TrainCommand", "learning_rate"]
 
@@ -52,11 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(Settings):
             _of_type(field.name, getattr(self, field.name), str(field.type))
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(
-                f"backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}."
-                + closest(self.backend, BACKENDS)
-            )
+        check_backend(self.backend)
         for name in ("replicas", "epochs", "steps", "global_batch_size", "steps_per_chunk", "intra_op_threads"):
             _at_least(name, getattr(self, name), 1)
         for name in ("seed", "shuffle_buffer", "validate_every"):

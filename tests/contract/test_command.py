@@ -199,3 +199,20 @@ def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
     run_alone(TRAIN, "--config", config, "--steps", "2", "--report", report).check()
     written = json.loads(report.read_text())
     assert (written["backend"], written["steps"], written["global_batch_size"]) == ("one_device", 2, 8)
+
+
+def test_the_guide_program_gives_the_same_on_every_strategy() -> None:
+    guide = ROOT / "docs" / "examples" / "strategy_guide.py"
+    jobs = [run_mpi(2, guide, "--strategy", backend, "--epochs", "2").check() for backend in BACKENDS_OF_PROCESSES]
+    jobs.append(run_alone(guide, "--strategy", "mirrored", "--replicas", "2", "--epochs", "2").check())
+    results = [line for job in jobs for line in job.output.splitlines() if line.startswith("loss ")]
+    assert len(results) == 5
+    assert len(set(results)) == 1
+
+
+def test_the_task_of_the_readme_trains(tmp_path: Path) -> None:
+    block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "wine.py").write_text(block)
+    report = tmp_path / "report.json"
+    run_mpi(2, TRAIN, "--task", f"{tmp_path / 'wine.py'}:Wine", "--report", report).check()
+    assert json.loads(report.read_text())["metrics"]["test"]["accuracy"] > 0.9

@@ -11,12 +11,12 @@ from tfdist.cluster import runtime
 from tfdist.cluster.channel import Alone, Channel, open_mpi, together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.errors import EnvironmentProblem
-from tfdist.strategies.table import Place, open_strategy, resolve
+from tfdist.strategies.table import Place, check_backend, open_strategy, resolve
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["Session", "open_session", "process"]
+__all__ = ["Session", "open_session", "process", "strategy"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,26 @@ def open_session(backend: str | None, replicas: int | None, intra_op_threads: in
         return session
 
     return together(channel, "opening the backend", work)
+
+
+def strategy(
+    backend: str | None = None, *, replicas: int | None = None, intra_op_threads: int | None = None
+) -> tf.distribute.Strategy:
+    """A backend's strategy for a program of your own, opened as the trainer opens it.
+
+    Call it on every process, before any other TensorFlow operation.
+
+    Args:
+        backend: horovod, multi_worker_mirrored, mirrored or one_device; None chooses as `Settings.backend` does.
+        replicas: devices of a single-process backend.
+        intra_op_threads: threads of one TensorFlow operation; None: by the rule of all backends.
+
+    Raises:
+        UsageError: there is no such backend, or the settings do not go together.
+        EnvironmentProblem: something that the backend needs is missing.
+    """
+    check_backend(backend)
+    return open_session(backend, replicas, intra_op_threads).strategy
 
 
 def _set_threads(intra_op: int, local_replicas: int) -> None:

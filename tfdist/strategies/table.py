@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster.channel import Channel
 from tfdist.cluster.identity import Identity
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, closest
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["BACKENDS", "Backend", "Place", "open_strategy", "resolve"]
+__all__ = ["BACKENDS", "Backend", "Place", "check_backend", "open_strategy", "resolve"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,12 @@ BACKENDS = {
     "mirrored": Backend("tfdist.strategies.native:open_mirrored", processes=False),
     "one_device": Backend("tfdist.strategies.native:open_one_device", processes=False),
 }
+
+
+def check_backend(name: str | None) -> None:
+    """Raises UsageError unless `name` is a backend or None."""
+    if name is not None and name not in BACKENDS:
+        raise UsageError(f"backend={name!r} is unknown. Choose one of {', '.join(BACKENDS)}.{closest(name, BACKENDS)}")
 
 
 def resolve(name: str | None, replicas: int | None, identity: Identity, gpus: int) -> tuple[str, int]:
