@@ -170,6 +170,43 @@ class OwnDepth(ToyNet):
 
 
 @dataclasses.dataclass(kw_only=True)
+class OwnPlan(ToyNet):
+    """A broken task: ranks would take other steps, or other batches."""
+
+    differs: str = "rows"
+
+    def __post_init__(self) -> None:
+        if self.differs != "rows" and identify().rank == 1:
+            setattr(self, self.differs, getattr(self, self.differs) + 1)
+
+    def dataset(self, split: str) -> Any:
+        rows = 32 if self.differs == "rows" and identify().rank == 1 else 64
+        return tuple(part[:rows] for part in super().dataset(split))
+
+
+class Counter(keras.layers.Layer):
+    """Counts the rows that it has been trained on, in a whole number."""
+
+    def build(self, input_shape: Any) -> None:
+        self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="seen")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign(self.seen + keras.ops.shape(inputs)[0])
+        return inputs
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counting(ToyNet):
+    """`ToyNet` with a layer that counts rows, and dropout, whose seed is a whole number too."""
+
+    def build_model(self) -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((8,)), Counter(), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(3)]
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
 class RowIds(Task):
     """Each row is its own number; the step notes which replica saw which rows, in `seen`."""
 
@@ -287,6 +324,7 @@ class Broken(ToyNet):
             "unequal lengths": (inputs, labels[:5]),
             "a number": 7,
             "ragged examples": ragged(),
+            "batched": tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(4),
         }.get(self.wrong, (inputs, labels))
 
     def losses(self, labels: Any, predictions: Any) -> tf.Tensor:

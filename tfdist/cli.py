@@ -6,6 +6,7 @@ Only the chief speaks. `--help` and wrong flags are answered without importing T
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import time
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not speaks:
             time.sleep(1)  # for the chief's message, likewise
         return error.exit_code
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except Exception as error:  # of a job with one process: the task's own code
         _tell(error)
         return 1
@@ -173,4 +177,4 @@ def _answer_help(arguments: Sequence[str], identity: Identity) -> None:
 def _tell(error: Exception) -> None:
     print(account(error), file=sys.stderr)
     where = " ".join(getattr(error, "__notes__", ()))
-    print(f"tfdist: failed {where}: {cause_of(error)}", file=sys.stderr, flush=True)
+    print(f"tfdist: failed{f' {where}' if where else ''}: {cause_of(error)}", file=sys.stderr, flush=True)

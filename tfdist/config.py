@@ -55,6 +55,10 @@ class Settings:
         check_backend(self.backend)
         for name in ("replicas", "epochs", "steps", "global_batch_size", "steps_per_chunk", "intra_op_threads"):
             _at_least(name, getattr(self, name), 1)
+        limits = {"global_batch_size": 2**31 - 1, "steps_per_chunk": 2**31 - 1, "intra_op_threads": 1024}
+        for name, most in limits.items():
+            if (getattr(self, name) or 0) > most:
+                raise UsageError(f"{name}={getattr(self, name)} must be {most} or less.")
         for name in ("seed", "shuffle_buffer", "validate_every"):
             _at_least(name, getattr(self, name), 0)
         if self.epochs is not None and self.steps is not None:

@@ -118,6 +118,15 @@ def ranks_disagree(run: Runner) -> Any:
     return {"shape": run.error(toy.OwnShape()), "depth": run.error(toy.OwnDepth())}
 
 
+def plans_disagree(run: Runner) -> Any:
+    return {differs: run.error(toy.OwnPlan(differs=differs)) for differs in ("rows", "epochs", "global_batch_size")}
+
+
+def whole_number_state(run: Runner) -> Any:
+    """64 rows in batches of 15."""
+    return run.fit(toy.Counting(), epochs=1, global_batch_size=15)["state"]
+
+
 def row_coverage(run: Runner) -> Any:
     """Shuffled; what this process's replicas saw, as [replica, ids]."""
     task = toy.RowIds()
@@ -149,7 +158,7 @@ def not_finite(run: Runner) -> Any:
 
 def bad_tasks(run: Runner) -> Any:
     wrong = ["empty", "not a tuple", "four parts", "unequal lengths", "a number", "scalar loss", "loss per class"]
-    wrong.append("ragged examples")
+    wrong += ["ragged examples", "batched"]
     return {kind: run.error(toy.Broken(wrong=kind)) for kind in [*wrong, "model raises"]}
 
 
@@ -174,6 +183,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
         throughput,
         digits,
         evaluation,
+        whole_number_state,
         bad_tasks,
         not_finite,
     )
@@ -188,6 +198,7 @@ def main(folder: Path, backend: str, replicas: list[int]) -> None:
         cases = dict(CASES if count <= 2 else FEW)
         if identify().size == 2:
             cases["ranks_disagree"] = ranks_disagree
+            cases["plans_disagree"] = plans_disagree
         if backend == "horovod" and count == 2:
             cases["wrapped_optimizer"] = wrapped_optimizer
         results = {}

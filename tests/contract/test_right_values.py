@@ -178,6 +178,25 @@ def test_ranks_that_build_different_models_are_told(backend: str, count: int) ->
         assert process["ranks_disagree"]["depth"].startswith("RanksDisagree")
 
 
+@each([("horovod", 2), ("multi_worker_mirrored", 2)])
+def test_ranks_that_would_take_other_steps_do_not_start(backend: str, count: int) -> None:
+    words = {
+        "rows": "the number of training examples differs: rank 0 has 64, rank 1 has 32.",
+        "epochs": "the number of steps differs: rank 0 has 4, rank 1 has 8.",
+        "global_batch_size": "the global batch size differs: rank 0 has 16, rank 1 has 17.",
+    }
+    for process in results(backend, count):
+        for differs, message in words.items():
+            assert process["plans_disagree"][differs] == f"RanksDisagree: {message}"
+
+
+@each(ONE, TWO)
+def test_state_in_whole_numbers_counts_all_replicas(backend: str, count: int) -> None:
+    for process in results(backend, count):
+        state = process["whole_number_state"]
+        assert [value for name, value in state.items() if name.endswith("seen")] == [64]
+
+
 @each(ONE, TWO, MORE)
 def test_each_row_is_seen_once_per_epoch(backend: str, count: int) -> None:
     seen = sorted(
@@ -246,6 +265,7 @@ def test_broken_tasks_are_refused_on_every_rank(backend: str, count: int) -> Non
         "unequal lengths": ("UsageError", "one first axis"),
         "a number": ("UsageError", "gave a int"),
         "ragged examples": ("UsageError", "cannot be read and put into a batch"),
+        "batched": ("UsageError", "the dataset seems to be batched"),
         "scalar loss": ("UsageError", "the loss has shape ()"),
         "loss per class": ("UsageError", "the loss has shape (None, 3)"),
         "model raises": ("TaskFailure", "RuntimeError: no such layer here"),

@@ -24,6 +24,8 @@ def unwrapped(error: BaseException) -> BaseException:
 
 def task_traceback(error: BaseException) -> str:
     """The traceback from the task's code on, without the frames of tfdist that called it."""
+    if "in user code:" in str(error):
+        return f"{type(error).__name__}: {error}"  # AutoGraph has put the task's frames, and no others, into the text
     report = traceback.TracebackException.from_exception(error)
     own = [_PACKAGE in Path(frame.filename).parents for frame in report.stack]
     if False in own:

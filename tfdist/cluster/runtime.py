@@ -59,7 +59,8 @@ def import_tensorflow() -> None:
         import tensorflow
 
         return
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.flush()
     with tempfile.TemporaryFile() as notes:
         stderr = os.dup(2)
         os.dup2(notes.fileno(), 2)
@@ -98,7 +99,7 @@ def terminal_width(identity: Identity) -> int | None:
 
     mpirun gives every rank a terminal of its own and forwards what is printed there, so its own output counts.
     """
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():  # None: the user has closed it
         return None
     if identity.launcher != "mpi":
         return os.get_terminal_size(sys.stdout.fileno()).columns

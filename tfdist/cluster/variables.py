@@ -40,7 +40,7 @@ def unnumbered(path: str) -> str:
 
     They count all layers that the process has made, and a rank may have made another model before.
     """
-    return re.sub(r"_\d+(?=/|$)", "", path)
+    return re.sub(r"_\d+(?=/|_|$)", "", path)
 
 
 def variable_path(scope: str, name: str | None) -> str:

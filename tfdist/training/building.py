@@ -60,6 +60,11 @@ def build_optimizer(task: Task, model: keras.Model, learning_rate: float) -> ker
             f"the optimizer {name} has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, which "
             "fails inside a tf.distribute replica. Leave it out and use a larger global_batch_size."
         )
+    if optimizer.ema_overwrite_frequency:
+        raise UsageError(
+            f"the optimizer {name} has ema_overwrite_frequency={optimizer.ema_overwrite_frequency}, which fails "
+            "inside a tf.distribute replica. Leave it out."
+        )
     optimizer.build(model.trainable_variables)
     return optimizer
 

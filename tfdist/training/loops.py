@@ -116,6 +116,8 @@ class EvaluationLoop:
         self._task = task
         self._model = model
         self._metrics = metrics
+        self.metrics = metrics.describe()
+        """What is measured: each metric's name and the shapes of its state."""
         self.traces = 0
         """How often the loop was traced."""
         with strategy.scope():

@@ -25,6 +25,8 @@ class MetricTotals:
     """
 
     def __init__(self, metrics: dict[str, keras.metrics.Metric]) -> None:
+        if not isinstance(metrics, dict) or not all(isinstance(m, keras.metrics.Metric) for m in metrics.values()):
+            raise UsageError(f"Task.metrics returned {metrics!r}. Return a dict of keras.metrics.Metric by name.")
         if "loss" in metrics:
             raise UsageError("Task.metrics has an entry 'loss', which the trainer reports itself. Rename it.")
         self._metrics: dict[str, keras.metrics.Metric] = {"loss": keras.metrics.Mean(), **metrics}
@@ -45,6 +47,10 @@ class MetricTotals:
     def _collect(self) -> None:
         self._variables = [v for metric in self._metrics.values() for v in metric.variables]
         self._initial = {name: [v.numpy() for v in metric.variables] for name, metric in self._metrics.items()}
+
+    def describe(self) -> dict[str, list[list[int]]]:
+        """The shapes of the state of each metric, by its name."""
+        return {name: [list(v.shape) for v in metric.variables] for name, metric in self._metrics.items()}
 
     def zeros(self) -> list[tf.Tensor]:
         """The totals of nothing."""
@@ -71,8 +77,11 @@ class MetricTotals:
                 tf.cast(initial + next(remaining), variable.dtype)
                 for variable, initial in zip(metric.variables, self._initial[name], strict=True)
             ]
-            value = np.asarray(metric.stateless_result(state))
-            results[name] = value.item() if value.ndim == 0 else value.tolist()
+            result = metric.stateless_result(state)
+            parts = {f"{name}/{key}": value for key, value in result.items()} if isinstance(result, dict) else None
+            for key, value in (parts or {name: result}).items():
+                array = np.asarray(keras.ops.convert_to_numpy(value))
+                results[key] = array.item() if array.ndim == 0 else array.tolist()
         return results
 
 

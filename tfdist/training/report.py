@@ -113,6 +113,10 @@ def check_writable(path: Path) -> None:
 def write(report: Report, path: Path) -> None:
     """Write the report whole or not at all."""
     text = json.dumps(_json(dataclasses.asdict(report)), indent=1, allow_nan=False)
+    path = path.resolve()  # a link stays, and what it points to is written
+    if path.exists() and not path.is_file():
+        path.write_text(text + "\n")  # a device or a pipe, which must not be replaced by a file
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text + "\n")

@@ -100,7 +100,7 @@ class TrainingStep:
         # An empty piece has NaN where a layer averages over no rows. It contributes zeros.
         present = rows > 0
         local = [tf.convert_to_tensor(replica.gradients[id(v)]) for v in self._trained]  # sparse ones become dense
-        local += [scope.get_current_value(v) for v in self._updated if _is_float(v)]
+        local += [_contribution(v, scope.get_current_value(v)) for v in self._updated if _is_reduced(v)]
         local = [tf.where(present, value, tf.zeros_like(value)) for value in local]
         bad = tf.cast(~tf.math.is_finite(replica.weighted_loss), tf.float32)
         tally = [
@@ -116,9 +116,9 @@ class TrainingStep:
         loss_sum, weight, all_rows, replicas_present, suspects, suspect_ids = tf.unstack(total[-1])
         gradients = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in total[: len(self._trained)]]
         gradients = self._add_penalty(gradients)
-        means = iter(total[len(self._trained) : -1])
+        sums = iter(total[len(self._trained) : -1])
         state = [
-            next(means) / tf.cast(replicas_present, v.dtype) if _is_float(v) else scope.get_current_value(v)
+            _combined(v, next(sums), replicas_present) if _is_reduced(v) else scope.get_current_value(v)
             for v in self._updated
         ]
         finite = tf.math.is_finite(loss_sum) & tf.reduce_all(
@@ -148,3 +148,21 @@ class TrainingStep:
 
 def _is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
+
+
+def _is_reduced(variable: keras.Variable) -> bool:
+    """Whether replicas can come to different values. The seeds of random layers move on alike everywhere."""
+    counts = keras.backend.is_int_dtype(variable.dtype) and not variable.path.endswith("seed_generator_state")
+    return _is_float(variable) or counts
+
+
+def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """What this replica brings to the sum: a float's value, and by how much it counted an integer up."""
+    return value if _is_float(variable) else tf.cast(value, tf.int64) - tf.cast(variable.value, tf.int64)
+
+
+def _combined(variable: keras.Variable, total: tf.Tensor, replicas: tf.Tensor) -> tf.Tensor:
+    """The mean of a float over the replicas that have rows; an integer has counted what all replicas saw."""
+    if _is_float(variable):
+        return total / tf.cast(replicas, variable.dtype)
+    return tf.cast(tf.cast(variable.value, tf.int64) + total, variable.dtype)

@@ -58,7 +58,10 @@ class Task:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """Fresh metrics by name, each updated with `(labels, predictions, sample_weight)` in evaluation."""
+        """Fresh metrics by name, each updated with `(labels, predictions, sample_weight)` in evaluation.
+
+        Their state must consist of sums over examples, as in Keras's own: it is added up over replicas and batches.
+        """
         return {}
 
     def evaluation_splits(self) -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
@@ -49,6 +51,7 @@ class Trainer:
         """
         if not isinstance(task, Task):
             raise UsageError(f"Trainer got a {type(task).__name__}; give it an instance of a subclass of tfdist.Task.")
+        _check_task(task)
         self.task = task
         self.settings = Settings.of(**settings)
         given = self.settings
@@ -118,7 +121,7 @@ class Trainer:
         if split not in self._splits:
             # Shuffling mixes in TensorFlow's global seed, which the task's code may have changed.
             keras.utils.set_random_seed(self.settings.seed)
-            count = split != "train" or self.settings.steps is None
+            count = self.settings.steps is None or split in self.task.evaluation_splits()
             self._splits[split] = load_examples(self.task, split, count=count, notice=self._notice)
         return self._splits[split]
 
@@ -128,6 +131,13 @@ class Trainer:
 
     def _prepare(self) -> Plan:
         train = self._examples("train")
+        shape = getattr(self.model, "input_shape", None)
+        inputs = train.dataset.element_spec[0] if isinstance(train.dataset.element_spec, tuple) else None
+        if isinstance(shape, tuple) and isinstance(inputs, tf.TensorSpec) and inputs.shape.rank == len(shape):
+            raise UsageError(
+                f"the dataset's inputs have shape {inputs.shape}, and the model takes batches of shape {shape}: the "
+                "dataset seems to be batched. Give single examples; the trainer makes the batches."
+            )
         steps_per_epoch = None if train.size is None else train.steps_per_epoch(self.global_batch_size)
         steps = self._total_steps(steps_per_epoch)
         self._iterator = train.training_batches(
@@ -141,7 +151,7 @@ class Trainer:
         self._loop = TrainingLoop(self.session.strategy, step, self._iterator)
         for split in self.task.evaluation_splits():
             self._evaluation(split)
-        return Plan(
+        plan = Plan(
             backend=self.session.backend,
             replicas=self.replicas_in_sync,
             steps=steps,
@@ -150,6 +160,25 @@ class Trainer:
             examples=train.size,
             threads=self.session.intra_op_threads,
         )
+        self._compare(plan)
+        return plan
+
+    def _compare(self, plan: Plan) -> None:
+        """Ranks that would take other steps, or other batches, must not start: they would wait for each other."""
+        evaluated = {split: self._splits[split].size for split in self.task.evaluation_splits()}
+        metrics = {split: loop.metrics for split, (loop, _) in self._evaluations.items()}
+        facts = {
+            "the task": type(self.task).__name__,
+            "the number of training examples": plan.examples,
+            "the number of steps": plan.steps,
+            "the global batch size": plan.global_batch_size,
+            "the learning rate": self.learning_rate,
+            "the sizes of the evaluated splits": evaluated,
+            "the metrics": metrics,
+            "the settings": dataclasses.asdict(self.settings),
+        }
+        for what, value in facts.items():
+            require_same(self.session.channel, f"comparing {what}", what, value)
 
     def _total_steps(self, steps_per_epoch: int | None) -> int:
         if self.settings.steps is not None:
@@ -211,7 +240,7 @@ class Trainer:
     def _report(self, plan: Plan, chunks: list[Chunk], metrics: dict[str, dict[str, float]]) -> Report:
         weights = digest(self.model.trainable_variables)
         state = digest([*self.model.variables, *self.optimizer.variables])
-        self._require_equal_weights(weights)
+        self._require_equal_state(state)
         losses, rows, seconds = (np.concatenate([getattr(c, f) for c in chunks]) for f in ("losses", "rows", "seconds"))
         return Report(
             backend=self.session.backend,
@@ -236,16 +265,31 @@ class Trainer:
             versions=reporting.versions(),
         )
 
-    def _require_equal_weights(self, weights: str) -> None:
-        values = self.session.channel.exchange("the weights at the end", weights)
+    def _require_equal_state(self, state: str) -> None:
+        values = self.session.channel.exchange("the variables at the end", state)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise shared(
                     RanksDisagree(
-                        f"after step {self.step} rank {rank} holds other weights than rank 0. They must be equal bit "
+                        f"after step {self.step} rank {rank} holds other variables than rank 0. They must be equal bit "
                         "for bit; look for code in the task that changes variables outside of the step."
                     )
                 )
+
+
+def _check_task(task: Task) -> None:
+    cls = type(task)
+    fields = {field.name for field in dataclasses.fields(task)}
+    for base in cls.__mro__[: cls.__mro__.index(Task)]:
+        ignored = fields & set(vars(base)) if "__dataclass_fields__" not in vars(base) else set()
+        if ignored:
+            raise UsageError(
+                f"the task {base.__name__} sets {', '.join(sorted(ignored))} without being a dataclass, so that it has "
+                "no effect. Write @dataclasses.dataclass(kw_only=True) above the class."
+            )
+    splits = task.evaluation_splits()
+    if not isinstance(splits, tuple | list) or not all(isinstance(split, str) for split in splits):
+        raise UsageError(f"{cls.__name__}.evaluation_splits returned {splits!r}. Return a tuple of names.")
 
 
 def _whole(name: str, given: int | None, default: Any) -> int:
