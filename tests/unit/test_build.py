@@ -400,7 +400,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 UNREACHABLE = {
     "PIP_CONFIG_FILE": os.devnull,
-    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_INDEX_URL": "http://127.0.0.1:9",
     "PIP_NO_CACHE_DIR": "1",
 }
 

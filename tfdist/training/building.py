@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,23 @@ from tfdist.cluster.variables import unnumbered
 from tfdist.errors import UsageError
 from tfdist.training.task import Task
 
-__all__ = ["build_model", "build_optimizer", "digest", "structure"]
+__all__ = ["build_model", "build_optimizer", "check_task", "digest", "structure"]
+
+
+def check_task(task: Task) -> None:
+    """Raises UsageError where the task's class would not do what it seems to say."""
+    cls = type(task)
+    fields = {field.name for field in dataclasses.fields(task)}
+    for base in cls.__mro__[: cls.__mro__.index(Task)]:
+        ignored = fields & set(vars(base)) if "__dataclass_fields__" not in vars(base) else set()
+        if ignored:
+            raise UsageError(
+                f"the task {base.__name__} sets {', '.join(sorted(ignored))} without being a dataclass, so that it has "
+                "no effect. Write @dataclasses.dataclass(kw_only=True) above the class."
+            )
+    splits = task.evaluation_splits()
+    if not isinstance(splits, tuple | list) or not all(isinstance(split, str) for split in splits):
+        raise UsageError(f"{cls.__name__}.evaluation_splits returned {splits!r}. Return a tuple of names.")
 
 
 def build_model(task: Task) -> keras.Model:

@@ -16,7 +16,7 @@ from tfdist.config import Settings, learning_rate
 from tfdist.errors import NonFiniteError, RanksDisagree, TfdistError, UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
-from tfdist.training.building import build_model, build_optimizer, digest, structure
+from tfdist.training.building import build_model, build_optimizer, check_task, digest, structure
 from tfdist.training.console import Console, Plan, numbers, open_console
 from tfdist.training.data import Examples, load_examples
 from tfdist.training.loops import Chunk, EvaluationLoop, TrainingLoop
@@ -51,7 +51,7 @@ class Trainer:
         """
         if not isinstance(task, Task):
             raise UsageError(f"Trainer got a {type(task).__name__}; give it an instance of a subclass of tfdist.Task.")
-        _check_task(task)
+        check_task(task)
         self.task = task
         self.settings = Settings.of(**settings)
         given = self.settings
@@ -275,21 +275,6 @@ class Trainer:
                         "for bit; look for code in the task that changes variables outside of the step."
                     )
                 )
-
-
-def _check_task(task: Task) -> None:
-    cls = type(task)
-    fields = {field.name for field in dataclasses.fields(task)}
-    for base in cls.__mro__[: cls.__mro__.index(Task)]:
-        ignored = fields & set(vars(base)) if "__dataclass_fields__" not in vars(base) else set()
-        if ignored:
-            raise UsageError(
-                f"the task {base.__name__} sets {', '.join(sorted(ignored))} without being a dataclass, so that it has "
-                "no effect. Write @dataclasses.dataclass(kw_only=True) above the class."
-            )
-    splits = task.evaluation_splits()
-    if not isinstance(splits, tuple | list) or not all(isinstance(split, str) for split in splits):
-        raise UsageError(f"{cls.__name__}.evaluation_splits returned {splits!r}. Return a tuple of names.")
 
 
 def _whole(name: str, given: int | None, default: Any) -> int:
