@@ -154,7 +154,7 @@ def together(channel: Channel, stage: str, work: Callable[[], T]) -> T:
     return result
 
 
-def require_same(channel: Channel, label: str, what: str, value: Any) -> None:
+def require_same(channel: Channel, label: str, what: str, value: Any, way_out: str = "") -> None:
     """Check that every rank holds an equal `value`.
 
     Raises:
@@ -163,7 +163,11 @@ def require_same(channel: Channel, label: str, what: str, value: Any) -> None:
     values = channel.exchange(label, value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise shared(RanksDisagree(f"{what} differs: rank 0 has {values[0]}, rank {rank} has {other}."))
+            raise shared(
+                RanksDisagree(
+                    f"{what} differs: rank 0 has {values[0]}, rank {rank} has {other}.{way_out and ' '}{way_out}"
+                )
+            )
 
 
 def _kind(error: type[BaseException]) -> str:

@@ -13,7 +13,7 @@ from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
 from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings, learning_rate
-from tfdist.errors import NonFiniteError, RanksDisagree, TfdistError, UsageError
+from tfdist.errors import NonFiniteError, TfdistError, UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
 from tfdist.training.building import build_model, build_optimizer, check_task, digest, structure
@@ -240,7 +240,13 @@ class Trainer:
     def _report(self, plan: Plan, chunks: list[Chunk], metrics: dict[str, dict[str, float]]) -> Report:
         weights = digest(self.model.trainable_variables)
         state = digest([*self.model.variables, *self.optimizer.variables])
-        self._require_equal_state(state)
+        require_same(
+            self.session.channel,
+            "the variables at the end",
+            f"the digest of all variables after step {self.step}",
+            state,
+            way_out="Look for code in the task that changes variables outside of the step.",
+        )
         losses, rows, seconds = (np.concatenate([getattr(c, f) for c in chunks]) for f in ("losses", "rows", "seconds"))
         return Report(
             backend=self.session.backend,
@@ -264,17 +270,6 @@ class Trainer:
             intra_op_threads=self.session.intra_op_threads,
             versions=reporting.versions(),
         )
-
-    def _require_equal_state(self, state: str) -> None:
-        values = self.session.channel.exchange("the variables at the end", state)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise shared(
-                    RanksDisagree(
-                        f"after step {self.step} rank {rank} holds other variables than rank 0. They must be equal bit "
-                        "for bit; look for code in the task that changes variables outside of the step."
-                    )
-                )
 
 
 def _whole(name: str, given: int | None, default: Any) -> int:
