@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
+from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.cross_device_ops import simple_broadcast
 from tensorflow.python.distribute.device_util import canonicalize
@@ -21,18 +22,21 @@ from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.saved_model import save as saved_model_save
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 __all__ = [
     "HOOKS",
     "CheckpointInitialValue",
     "CollectiveAllReduceExtended",
+    "MultiDeviceSaver",
     "SyncOnReadVariable",
     "canonicalize",
     "is_mirrored",
     "mark_as_unsaveable",
     "name_in_function",
     "regroup",
+    "saved_model_save",
     "select_replica",
     "simple_broadcast",
 ]
@@ -43,10 +47,13 @@ __all__ = [
 # CheckpointInitialValue: an initial value that holds a value being restored; there is no public way to unwrap
 # it. SyncOnReadVariable: a variable that each replica writes for itself. Ours reads the first rank's, where
 # it is asked to. canonicalize: the full name of a device. A variable's device is compared with it as text.
+# MultiDeviceSaver: writes every checkpoint and the variables of every SavedModel, under temporary names that are the
+# same in all processes. There is no public way to give it others.
 # GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be
 # called. is_mirrored: whether a value is the same on all replicas, which is not reduced again.
 # mark_as_unsaveable: a traced function with collectives must not go into a SavedModel. regroup,
 # select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
+# saved_model_save: what tf.saved_model.save and Keras's export call. Keras's export puts the public name back.
 # simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
 
 HOOKS = {
@@ -67,9 +74,11 @@ HOOKS = {
         "_in_multi_worker_mode",
         "_make_input_context",
     ),
+    MultiDeviceSaver: ("save",),
+    saved_model_save: ("save_and_return_nodes",),
     SyncOnReadVariable: ("_get_cross_replica", "_get_replica", "read_value", "value"),
 }
-"""Methods of TensorFlow's classes that ours override or rely on, by class."""
+"""Names inside of TensorFlow's classes and modules that ours override or rely on."""
 
 
 def in_xla() -> bool:

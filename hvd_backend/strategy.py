@@ -8,11 +8,13 @@ and checkpoints are TensorFlow's own, and libraries (Keras above all) treat it a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvd_backend.files import share_files
 from hvd_backend.start import start
 from tfdist.cluster.devices import take_device
 
@@ -38,8 +40,15 @@ class HorovodStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Imported here, since it loads Horovod: start() has told by now if that is missing or does not fit.
         from hvd_backend.extended import HorovodExtended
 
+        self._several = started.identity.size > 1
         # Past MultiWorkerMirroredStrategy's own constructor, which starts TensorFlow's grpc servers.
         tf.distribute.Strategy.__init__(self, HorovodExtended(self, started, device))
+
+    def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
+        """As TensorFlow's own. Files that all ranks write are written whole from now on."""
+        if self._several:
+            share_files()
+        return super().scope()
 
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None

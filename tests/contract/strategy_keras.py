@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from pathlib import Path
 
 import keras
@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 SUM = tf.distribute.ReduceOp.SUM
+FOLDER = Path(sys.argv[1], "files")  # the same for all ranks, which write the same files in it
 rng = np.random.default_rng(3)
 X = rng.normal(size=(52, 6)).astype("float32")
 Y = (X[:, 0] + X[:, 1] * X[:, 2] > 0).astype("int64") + (X[:, 3] > 1)
@@ -129,44 +130,44 @@ def batches():
 
 
 def check_callbacks(s):
-    with tempfile.TemporaryDirectory() as folder:
-        model = dense(s)
-        stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=1)
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", min_delta=10.0, patience=1)
-        history = model.fit(
-            X,
-            Y,
-            batch_size=8,
-            epochs=6,
-            shuffle=False,
-            verbose=0,
-            callbacks=[stop, plateau, keras.callbacks.CSVLogger(folder + "/log.csv")],
-        )
-        yield "early stopping", history.history
-        model = dense(s)
-        best = Path(folder) / "best.weights.h5"
-        model.fit(
-            X,
-            Y,
-            batch_size=8,
-            shuffle=False,
-            verbose=0,
-            callbacks=[keras.callbacks.ModelCheckpoint(best, save_weights_only=True)],
-        )
+    def fit(model, *callbacks, **options):
+        return model.fit(X, Y, **{"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": callbacks, **options})
+
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=1)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", min_delta=10.0, patience=1)
+    log, events = FOLDER / "log.csv", FOLDER / "events"
+    writers = keras.callbacks.CSVLogger(log), keras.callbacks.TensorBoard(events)
+    yield "early stopping", fit(dense(s), stop, plateau, *writers, epochs=6).history
+    yield "log", [line.split(",")[0] for line in log.read_text().splitlines()]
+    yield "events", len(list(events.glob("train/*")))
+    model = dense(s)
+    best = FOLDER / "best.weights.h5"
+    for _ in range(3):
+        fit(model, keras.callbacks.ModelCheckpoint(best, save_weights_only=True))
         again = dense(s)
         again.load_weights(best)
         yield "checkpoint", weights(again) == weights(model)
-        model.save(Path(folder) / "model.keras")
+    each = FOLDER / "epoch-{epoch}.keras"
+    fit(dense(s), keras.callbacks.ModelCheckpoint(each, save_best_only=True, monitor="accuracy"), epochs=2)
+    yield "checkpoints", sorted(path.name for path in FOLDER.glob("epoch-*"))
+    for _ in range(5):
+        model.save(FOLDER / "model.keras")
+        model.save_weights(FOLDER / "model.weights.h5")
         with s.scope():
-            loaded = keras.saving.load_model(Path(folder) / "model.keras")
-        yield "saved model", weights(loaded) == weights(model)
-        yield "goes on", loaded.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
-        model = dense(s)
-        backup = keras.callbacks.BackupAndRestore(folder + "/backup", delete_checkpoint=False)
-        model.fit(X, Y, batch_size=8, shuffle=False, epochs=2, verbose=0, callbacks=[backup])
-        model = dense(s)
-        history = model.fit(X, Y, batch_size=8, shuffle=False, epochs=4, verbose=0, callbacks=[backup])
-        yield "backup", [history.epoch, weights(model)]
+            loaded = keras.saving.load_model(FOLDER / "model.keras")
+        again.load_weights(FOLDER / "model.weights.h5")
+        yield "saved model", [weights(loaded) == weights(model), weights(again) == weights(model)]
+    yield "goes on", fit(loaded).history
+    for name in ("exported", "exported"):
+        model.export(FOLDER / name, verbose=False)
+        s.reduce(SUM, s.run(lambda: tf.constant(1.0)), axis=None)  # a SavedModel is several files: read it when no rank writes any more
+        exported = tf.saved_model.load(FOLDER / name)
+        yield "exported", exported.serve(X[:3]).shape.as_list()
+    backup = keras.callbacks.BackupAndRestore(FOLDER / "backup", delete_checkpoint=False)
+    fit(dense(s), backup, epochs=2)
+    model = dense(s)
+    yield "backup", [fit(model, backup, epochs=4).epoch, weights(model)]
+    yield "left behind", sorted(path.name for path in FOLDER.glob(".*"))
 
 
 def check_schedule(s):
@@ -368,34 +369,34 @@ def check_gan(s):
 def check_checkpoint(s):
     A = tf.VariableAggregation
     READ = tf.VariableSynchronization.ON_READ
-    with tempfile.TemporaryDirectory() as folder:
-        with s.scope():
-            total = tf.Variable(0.0, synchronization=READ, aggregation=A.SUM)
-            mean = tf.Variable(0.0, synchronization=READ, aggregation=A.MEAN)
-            plain = tf.Variable([1.0, 2.0])
-        model = dense(s)
-        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    with s.scope():
+        total = tf.Variable(0.0, synchronization=READ, aggregation=A.SUM)
+        mean = tf.Variable(0.0, synchronization=READ, aggregation=A.MEAN)
+        plain = tf.Variable([1.0, 2.0])
+    model = dense(s)
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
 
-        def step():
-            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
-            total.assign_add(number + 1)
-            mean.assign_add(number + 1)
+    def step():
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        total.assign_add(number + 1)
+        mean.assign_add(number + 1)
 
-        s.run(step)
-        checkpoint = tf.train.Checkpoint(total=total, mean=mean, plain=plain, model=model, optimizer=model.optimizer)
-        path = checkpoint.save(folder + "/c")
-        reader = tf.train.load_checkpoint(path)
-        names = sorted(n for n in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n)
-        yield "names", names
-        yield "values", [reader.get_tensor(n).tolist() for n in names]
-        saved = weights(model)
-        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-        s.run(step)
-        plain.assign([5.0, 6.0])
-        checkpoint.restore(path).assert_consumed()
-        yield "restored", [total, mean, plain, weights(model) == saved]
-        yield "restored locally", {"mine": [x.numpy().item() for x in s.experimental_local_results(total)]}
-        new = dense(s)
-        tf.train.Checkpoint(model=new, optimizer=new.optimizer).restore(path).expect_partial()
-        yield "deferred", weights(new) == saved
-        yield "goes on", new.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+    s.run(step)
+    checkpoint = tf.train.Checkpoint(total=total, mean=mean, plain=plain, model=model, optimizer=model.optimizer)
+    for _ in range(5):
+        path = checkpoint.save(FOLDER / "c")
+    reader = tf.train.load_checkpoint(path)
+    names = sorted(n for n in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n)
+    yield "names", names
+    yield "values", [reader.get_tensor(n).tolist() for n in names]
+    saved = weights(model)
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    s.run(step)
+    plain.assign([5.0, 6.0])
+    checkpoint.restore(path).assert_consumed()
+    yield "restored", [total, mean, plain, weights(model) == saved]
+    yield "restored locally", {"mine": [x.numpy().item() for x in s.experimental_local_results(total)]}
+    new = dense(s)
+    tf.train.Checkpoint(model=new, optimizer=new.optimizer).restore(path).expect_partial()
+    yield "deferred", weights(new) == saved
+    yield "goes on", new.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history

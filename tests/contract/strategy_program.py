@@ -32,6 +32,8 @@ if kind == "mirrored":
 else:
     strategy = open_session(kind, None, None).strategy
 
+Path(sys.argv[1], "files").mkdir(exist_ok=True)
+
 from tests.contract import strategy_checks, strategy_keras  # noqa: E402
 
 

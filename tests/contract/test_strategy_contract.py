@@ -69,7 +69,7 @@ def results(tmp_path_factory):
         for job in jobs:
             job.result().check()
     return {
-        name: merged([json.loads(file.read_text()) for file in sorted(folder.iterdir())])
+        name: merged([json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))])
         for name, folder in out.items()
     }
 

@@ -93,6 +93,18 @@ def test_a_keras_step_is_one_collective():
     assert [line["steps"] for line in lines] == [1, 1]
 
 
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
+def test_callbacks_follow_the_chief(backend, tmp_path):
+    ended = run_mpi(2, PROGRAM, backend, "files", tmp_path)
+    assert ended.output.count("Epoch 1/2") == 1, ended.output[-6000:]
+    chief, other = said(ended.check().output)
+    assert chief["kept"] == ["latest.weights.h5", "training_metadata.json"]
+    assert other["kept"] == []
+    for line in (chief, other):
+        assert line["error"].startswith("RanksDisagree: BackupAndRestore(")
+        assert "2 on rank 0, 0 on rank 1" in line["error"]
+
+
 def test_xla_is_refused_with_the_way_out():
     lines = said(run_mpi(2, PROGRAM, "horovod", "compiled").check().output)
     assert all("jit_compile=True" in line["error"] and line["total"] == 2.0 for line in lines)

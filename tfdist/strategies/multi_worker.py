@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from hvd_backend.files import share_files
 from tfdist.cluster.channel import Alone, Channel, MpiChannel
 from tfdist.cluster.devices import take_device
 from tfdist.cluster.ending import end_together
@@ -55,7 +56,9 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.map_structure(one, value)
 
     def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
-        """As TensorFlow's own; new variables are compared over the channel."""
+        """As TensorFlow's own; new variables are compared over the channel, and files are written whole."""
+        if self.num_replicas_in_sync > 1:
+            share_files()
         if self._channel.size == 1 or tf.distribute.has_strategy():
             return super().scope()
         return _ComparingScope(super().scope(), self._create_same_variable)

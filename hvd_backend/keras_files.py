@@ -1,0 +1,138 @@
+"""Files that Keras writes, where every process of a job writes to the same paths (see files.py)."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_backend.files import own_path
+from tfdist.errors import RanksDisagree
+
+__all__ = ["follow_the_chief", "write_whole"]
+
+
+@functools.cache
+def write_whole() -> None:
+    """`save` and `save_weights` write beside the place and move the file there, so that it is always whole."""
+    keras.Model.save = _written_whole(keras.Model.save)
+    keras.Model.save_weights = _written_whole(keras.Model.save_weights)
+    keras.saving.save_model = _written_whole(keras.saving.save_model)
+    keras.saving.save_weights = _written_whole(keras.saving.save_weights)
+
+
+def _written_whole(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's `save(model, filepath, …)`: a local file is written beside its place, and then moved there."""
+
+    @functools.wraps(save)
+    def save_whole(model: Any, filepath: Any, overwrite: bool = True, *more: Any, **options: Any) -> Any:
+        place = Path(str(filepath))
+        one_file = place.suffix in (".keras", ".h5") and all(option in (None, True) for option in options.values())
+        local = "://" not in str(filepath) and place.parent.is_dir()
+        if more or not one_file or not local or (place.exists() and not overwrite):
+            return save(model, filepath, overwrite, *more, **options)
+        own = Path(own_path(str(place)))
+        try:
+            saved = save(model, own, **options)
+            own.replace(place)
+            return saved
+        finally:
+            own.unlink(missing_ok=True)
+
+    return save_whole
+
+
+@functools.cache
+def follow_the_chief() -> None:
+    """Inside `fit` the chief alone writes to the real paths and shows a bar; all end together."""
+    kinds = keras.callbacks
+    listed = kinds.CallbackList
+    set_model, train_begin, train_end = listed.set_model, listed.on_train_begin, listed.on_train_end
+    paths = {kinds.ModelCheckpoint: "filepath", kinds.CSVLogger: "filename", kinds.TensorBoard: "log_dir"}
+
+    @functools.wraps(set_model)
+    def set_model_on_each(self: Any, model: Any) -> None:
+        self._real_paths = []
+        if _follows(model):
+            self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, kinds.ProgbarLogger)]
+            for callback in self.callbacks:
+                for kind, path in paths.items():
+                    if isinstance(callback, kind):
+                        self._real_paths.append(_to_scratch(callback, getattr(callback, path)))
+        set_model(self, model)
+
+    @functools.wraps(train_begin)
+    def begin_on_each(self: Any, logs: Any = None) -> None:
+        train_begin(self, logs)
+        for callback in self.callbacks if _is_shared(self.model) else ():
+            if isinstance(callback, kinds.BackupAndRestore):
+                _agree_on_epoch(self.model, callback.backup_dir)  # all have read the chief's backup
+                if _follows(self.model):
+                    self._real_paths.append(_to_scratch(callback, callback.backup_dir))
+
+    @functools.wraps(train_end)
+    def end_together(self: Any, logs: Any = None) -> None:
+        train_end(self, logs)
+        for callback, real in self._real_paths:
+            vars(callback).update(real)
+        if _is_shared(self.model) and any(
+            isinstance(callback, (*paths, kinds.BackupAndRestore)) for callback in self.callbacks
+        ):
+            _gathered(self.model.distribute_strategy, 0)
+
+    listed.set_model, listed.on_train_begin, listed.on_train_end = set_model_on_each, begin_on_each, end_together
+
+
+def _is_shared(model: Any) -> bool:
+    """Whether other processes train the model together with this one."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.num_replicas_in_sync > 1
+
+
+def _follows(model: Any) -> bool:
+    return _is_shared(model) and not model.distribute_strategy.extended.should_checkpoint
+
+
+def _to_scratch(callback: Any, path: Any) -> tuple[Any, dict[str, Any]]:
+    """Let a callback write where nobody reads, under the same name. Returns the callback and its real paths."""
+    path = os.fspath(path)
+    scratch = os.path.join(tempfile.mkdtemp(dir=_scratch_folder()), os.path.basename(os.path.normpath(path)))
+    real = {
+        name: value
+        for name, value in vars(callback).items()
+        if isinstance(value, str | Path) and str(value).startswith(path)
+    }
+    vars(callback).update({name: scratch + str(value)[len(path) :] for name, value in real.items()})
+    return callback, real
+
+
+def _agree_on_epoch(model: Any, folder: Any) -> None:
+    epochs = _gathered(model.distribute_strategy, getattr(model, "_initial_epoch", None) or 0)
+    if len(set(epochs)) > 1:
+        raise RanksDisagree(
+            f"BackupAndRestore({os.fspath(folder)!r}) goes on from other epochs on other ranks: "
+            f"{', '.join(f'{epoch} on rank {rank}' for rank, epoch in enumerate(epochs))}. Put backup_dir on a file "
+            "system that all processes share, or remove it on every host to start anew."
+        )
+
+
+def _gathered(strategy: tf.distribute.Strategy, number: int) -> list[int]:
+    """The number of each replica. No process leaves before all have come."""
+    numbers = strategy.experimental_distribute_values_from_function(lambda _: tf.constant([number]))
+    gathered: list[int] = strategy.gather(numbers, axis=0).numpy().tolist()
+    return gathered
+
+
+@functools.cache
+def _scratch_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="tfdist-scratch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
