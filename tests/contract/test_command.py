@@ -201,10 +201,11 @@ def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
     assert (written["backend"], written["steps"], written["global_batch_size"]) == ("one_device", 2, 8)
 
 
-def test_the_guide_program_gives_the_same_on_every_strategy() -> None:
-    guide = ROOT / "docs" / "examples" / "strategy_guide.py"
-    jobs = [run_mpi(2, guide, "--strategy", backend, "--epochs", "2").check() for backend in BACKENDS_OF_PROCESSES]
-    jobs.append(run_alone(guide, "--strategy", "mirrored", "--replicas", "2", "--epochs", "2").check())
+@pytest.mark.parametrize("name", ["strategy_guide.py", "keras_fit.py"])
+def test_the_examples_give_the_same_on_every_strategy(name: str) -> None:
+    example = ROOT / "docs" / "examples" / name
+    jobs = [run_mpi(2, example, "--strategy", backend, "--epochs", "2").check() for backend in BACKENDS_OF_PROCESSES]
+    jobs.append(run_alone(example, "--strategy", "mirrored", "--replicas", "2", "--epochs", "2").check())
     results = [line for job in jobs for line in job.output.splitlines() if line.startswith("loss ")]
     assert len(results) == 5
     assert len(set(results)) == 1
