@@ -229,7 +229,7 @@ def _not_constant(tensor: tf.Tensor, zero: tf.Tensor) -> tf.Tensor:
 def _token() -> tf.Variable:
     # Made by HorovodStrategy(), outside its scope: an ordinary variable of this process.
     with tf.init_scope(), tf.device("CPU:0"):
-        return tf.Variable(0, trainable=False, name="order_of_collectives")
+        return tf.Variable(0, trainable=False, name=private_tf.ORDER_OF_COLLECTIVES)
 
 
 def prepare() -> None:

@@ -77,7 +77,21 @@ class HorovodExtended(private_tf.CollectiveAllReduceExtended):
 
         return initial_value
 
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        """As TensorFlow's. One pipeline per replica and one per process are the same here."""
+        if options and options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA:
+            options = options._replace(
+                experimental_replication_mode=tf.distribute.InputReplicationMode.PER_WORKER,
+                experimental_place_dataset_on_device=False,
+            )
+        return super()._distribute_datasets_from_function(dataset_fn, options)
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if reduce_op != _MEAN and private_tf.is_mirrored(value):
+            raise ValueError(
+                "a mirrored value is the same on all replicas and has no sum over them. Multiply it by "
+                "strategy.num_replicas_in_sync, or reduce with MEAN."
+            )
         leaves = tf.nest.flatten(value)
         reduced = self._batch_reduce_to(reduce_op, [(leaf, destinations) for leaf in leaves], options)
         return tf.nest.pack_sequence_as(value, reduced)
@@ -86,12 +100,8 @@ class HorovodExtended(private_tf.CollectiveAllReduceExtended):
         """Reduce all values together, in the cross-replica context."""
         pairs = list(value_destination_pairs)
         results = [value for value, _ in pairs]
-        different = [i for i, value in enumerate(results) if not private_tf.is_mirrored(value)]
-        if reduce_op != _MEAN and len(different) < len(pairs):
-            raise ValueError(
-                "a mirrored value is the same on all replicas and has no sum over them. Multiply it by "
-                "strategy.num_replicas_in_sync, or reduce with MEAN."
-            )
+        known = [reduce_op == _MEAN and (value is None or private_tf.is_mirrored(value)) for value in results]
+        different = [i for i, is_known in enumerate(known) if not is_known]
         values = self._all_reduce(reduce_op, [_local(results[i]) for i in different], "reduce")
         for i, value in zip(different, values, strict=True):
             results[i] = _copy_to(value, pairs[i][1])
@@ -139,6 +149,9 @@ class _FirstOnRead(private_tf.SyncOnReadVariable):
 def _local(value: Any) -> Any:
     """The tensor, variable or IndexedSlices of this process's replica."""
     value = value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+    if isinstance(value, tf.Variable) and tf.executing_eagerly():
+        # Read without being seen: ReplicaContext.all_reduce has a gradient of its own, which may not use variables.
+        return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 

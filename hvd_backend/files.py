@@ -17,7 +17,6 @@ import contextlib
 import functools
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,18 +25,13 @@ import tensorflow as tf
 
 from hvd_backend import private_tf
 
-__all__ = ["own_path", "share_files"]
+__all__ = ["own_path", "write_whole"]
 
 
-def share_files() -> None:
-    """From now on several processes of this job may write the same files. Call it again once Keras is imported."""
+def write_whole() -> None:
+    """From now on several processes of this job may write the same checkpoints and SavedModels."""
     _whole_checkpoints()
     _whole_saved_models()
-    if "keras" in sys.modules:
-        from hvd_backend import keras_files
-
-        keras_files.write_whole()
-        keras_files.follow_the_chief()
 
 
 @functools.cache
@@ -70,7 +64,15 @@ def _whole_saved_models() -> None:
         place = os.fspath(export_dir).rstrip("/")
         own = own_path(place)
         before = _state(f"{place}/saved_model.pb")
-        saved = save(obj, own, *more, **options)
+        try:
+            saved = save(obj, own, *more, **options)
+        except (AssertionError, KeyError) as error:
+            if private_tf.ORDER_OF_COLLECTIVES not in str(error):
+                raise
+            raise ValueError(
+                "a SavedModel cannot hold a tf.function in which replicas talk to each other (reduce, all_reduce, an "
+                "assignment that is combined over replicas). Save an object without it, as `model.export` does."
+            ) from error
         for folder, _, _ in tf.io.gfile.walk(own):
             tf.io.gfile.makedirs(place + folder.rstrip("/")[len(own) :])
         files = [f"{folder.rstrip('/')}/{name}" for folder, _, names in tf.io.gfile.walk(own) for name in names]

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvd_backend.files import own_path
+from hvd_backend.keras_steps import require_shared_metrics
 from tfdist.errors import RanksDisagree
 
 __all__ = ["follow_the_chief", "write_whole"]
@@ -61,6 +62,8 @@ def follow_the_chief() -> None:
     @functools.wraps(set_model)
     def set_model_on_each(self: Any, model: Any) -> None:
         self._real_paths = []
+        if _is_shared(model):
+            require_shared_metrics(model)
         if _follows(model):
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, kinds.ProgbarLogger)]
             for callback in self.callbacks:

@@ -14,27 +14,36 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
+from tensorflow.python.data.ops import random_op
+from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.cross_device_ops import simple_broadcast
 from tensorflow.python.distribute.device_util import canonicalize
 from tensorflow.python.distribute.distribute_utils import is_mirrored, regroup, select_replica
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import ops, random_seed
+from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.saved_model import save as saved_model_save
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 __all__ = [
     "HOOKS",
+    "ORDER_OF_COLLECTIVES",
     "CheckpointInitialValue",
     "CollectiveAllReduceExtended",
     "MultiDeviceSaver",
     "SyncOnReadVariable",
     "canonicalize",
+    "data_random_seed",
+    "gen_random_ops",
+    "in_dataset_function",
     "is_mirrored",
     "mark_as_unsaveable",
     "name_in_function",
+    "random_op",
+    "random_seed",
     "regroup",
     "saved_model_save",
     "select_replica",
@@ -47,6 +56,8 @@ __all__ = [
 # CheckpointInitialValue: an initial value that holds a value being restored; there is no public way to unwrap
 # it. SyncOnReadVariable: a variable that each replica writes for itself. Ours reads the first rank's, where
 # it is asked to. canonicalize: the full name of a device. A variable's device is compared with it as text.
+# data_random_seed, random_op, random_seed, gen_random_ops: where operations without a seed get one. There is no public
+# way to choose seeds for these alone.
 # MultiDeviceSaver: writes every checkpoint and the variables of every SavedModel, under temporary names that are the
 # same in all processes. There is no public way to give it others.
 # GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be
@@ -75,15 +86,33 @@ HOOKS = {
         "_make_input_context",
     ),
     MultiDeviceSaver: ("save",),
+    data_random_seed: ("get_seed",),
+    gen_random_ops: ("random_shuffle",),
+    random_op: ("_random",),
+    random_seed: ("get_seed",),
     saved_model_save: ("save_and_return_nodes",),
     SyncOnReadVariable: ("_get_cross_replica", "_get_replica", "read_value", "value"),
 }
 """Names inside of TensorFlow's classes and modules that ours override or rely on."""
 
 
+ORDER_OF_COLLECTIVES = "order_of_collectives"
+"""Name of the variable that all traced collectives use, and that TensorFlow names when it cannot save one."""
+
+
 def in_xla() -> bool:
     """Whether the function being traced will be compiled by XLA."""
     return bool(GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+def in_dataset_function() -> bool:
+    """Whether a function of a tf.data pipeline is being traced: only the names of such graphs tell."""
+    graph = ops.get_default_graph()
+    while graph is not None:
+        if str(getattr(graph, "name", "")).startswith("Dataset_"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 _collectives_of: MutableMapping[tf.Graph, dict[str, int]] = WeakKeyDictionary()

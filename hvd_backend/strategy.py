@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend.files import share_files
+from hvd_backend.as_one import act_as_one, opened_as_one
 from hvd_backend.start import start
 from tfdist.cluster.devices import take_device
 
@@ -43,13 +43,16 @@ class HorovodStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._several = started.identity.size > 1
         # Past MultiWorkerMirroredStrategy's own constructor, which starts TensorFlow's grpc servers.
         tf.distribute.Strategy.__init__(self, HorovodExtended(self, started, device))
+        if self._several:
+            opened_as_one(self)
 
     def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
-        """As TensorFlow's own. Files that all ranks write are written whole from now on."""
+        """As TensorFlow's own."""
         if self._several:
-            share_files()
+            act_as_one()
         return super().scope()
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
     ) -> Any:

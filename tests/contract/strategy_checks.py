@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 
 import numpy as np
 import tensorflow as tf
@@ -219,6 +220,20 @@ def check_reduce_more(s):
         return tape.gradient(y, x)
 
     yield "gradient", error_of(lambda: gradient(tf.constant(2.0)))
+
+
+def check_reduce_variables(s):
+    with s.scope():
+        v = tf.Variable([1.0, 2.0])
+
+    def both(fn):
+        return list(both_ways(s, fn))
+
+    yield "all_reduce", both(lambda: tf.distribute.get_replica_context().all_reduce(SUM, v))
+    yield "in a list", s.reduce(SUM, s.run(lambda: [v, v + 1]), axis=None)
+    yield "none", s.reduce(MEAN, s.run(lambda: {"a": tf.cast(replica(), tf.float32), "b": None}), axis=None)
+    holder = copy.deepcopy({"strategy": s})
+    yield "copied", holder["strategy"].num_replicas_in_sync
 
 
 def check_gather(s):
@@ -564,6 +579,32 @@ def check_datasets(s):
                     lambda d=dataset, p=policy: rows_of(s, s.experimental_distribute_dataset(with_policy(d, p)), 8)
                 ),
             )
+
+
+def check_unseeded_shuffles(s):
+    """Every row once, whatever the order."""
+    d = tf.data.Dataset.range(8)
+    pipelines = {
+        "shuffle": d.shuffle(8).batch(4),
+        "before map": d.shuffle(4).map(lambda x: x, num_parallel_calls=2).batch(4),
+        "of batches": d.batch(2).shuffle(4).unbatch().batch(4),
+        "not again": d.shuffle(8, reshuffle_each_iteration=False).batch(4),
+        "function": tf.data.Dataset.range(1).flat_map(permuted).batch(4),
+        "sampled": tf.data.Dataset.sample_from_datasets([d.take(4), d.skip(4)]).batch(4),
+    }
+    for name, dataset in pipelines.items():
+        distributed = s.experimental_distribute_dataset(dataset)
+        yield name, [np.sort(np.concatenate([all_rows(s, x) for x in distributed])).tolist() for _ in range(3)]
+        orders = [np.concatenate([all_rows(s, x) for x in distributed]).tolist() for _ in range(6)]
+        yield f"{name} again", len({str(order) for order in orders}) > 1
+
+
+def permuted(_):
+    return tf.data.Dataset.from_tensor_slices(tf.random.shuffle(tf.range(8, dtype=tf.int64)))
+
+
+def all_rows(s, batch):
+    return s.gather(batch, axis=0).numpy()
 
 
 def check_dataset_loops(s):

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.contract import strategy_checks
+
 SUM = tf.distribute.ReduceOp.SUM
 FOLDER = Path(sys.argv[1], "files")  # the same for all ranks, which write the same files in it
 rng = np.random.default_rng(3)
@@ -160,7 +162,9 @@ def check_callbacks(s):
     yield "goes on", fit(loaded).history
     for name in ("exported", "exported"):
         model.export(FOLDER / name, verbose=False)
-        s.reduce(SUM, s.run(lambda: tf.constant(1.0)), axis=None)  # a SavedModel is several files: read it when no rank writes any more
+        s.reduce(
+            SUM, s.run(lambda: tf.constant(1.0)), axis=None
+        )  # a SavedModel is several files: read it when no rank writes any more
         exported = tf.saved_model.load(FOLDER / name)
         yield "exported", exported.serve(X[:3]).shape.as_list()
     backup = keras.callbacks.BackupAndRestore(FOLDER / "backup", delete_checkpoint=False)
@@ -304,6 +308,54 @@ def check_mixed_precision(s):
         keras.mixed_precision.set_global_policy("float32")
 
 
+def check_overflow(s):
+    """float16 gradients overflow on one replica only: no replica makes the step."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        for replica in (0, 1):
+            with s.scope():
+                model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")])
+                model.compile("sgd", "mse")
+            x = np.ones([8, 1], "float32")
+            x[4 * replica + 2] = 60000.0
+            model.fit(x, np.zeros([8, 1]), batch_size=8, shuffle=False, verbose=0)
+            optimizer = model.optimizer
+            yield f"on {replica}", [weights(model), optimizer.dynamic_scale, optimizer.iterations]
+            model.fit(np.ones([8, 1], "float32"), np.zeros([8, 1]), batch_size=8, shuffle=False, verbose=0)
+            yield f"after {replica}", [weights(model), optimizer.dynamic_scale, optimizer.iterations]
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+class Sum(keras.metrics.Metric):
+    """The sum of all labels, whoever sees them."""
+
+    def __init__(self):
+        super().__init__(name="sum")
+        self.total = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(tf.cast(y_true, tf.float32)))
+
+    def result(self):
+        return self.total
+
+
+def check_rows(s):
+    """Without any seed, `fit` sees every row once."""
+    tf.random.set_seed(None)
+    try:
+        with s.scope():
+            model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Sum()])
+        rows = np.arange(64.0, dtype="float32")[:, None]
+        yield "arrays", model.fit(0 * rows, rows, batch_size=8, epochs=3, verbose=0).history["sum"]
+        data = tf.data.Dataset.from_tensor_slices((0 * rows, rows)).shuffle(64).batch(8)
+        yield "dataset", model.fit(data, epochs=3, verbose=0).history["sum"]
+    finally:
+        tf.random.set_seed(1)
+
+
 def check_metrics(s):
     names = {
         "auc": keras.metrics.AUC,
@@ -400,3 +452,13 @@ def check_checkpoint(s):
     tf.train.Checkpoint(model=new, optimizer=new.optimizer).restore(path).expect_partial()
     yield "deferred", weights(new) == saved
     yield "goes on", new.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+
+
+def check_dataset_per_replica(s):
+    """The last of all: MirroredStrategy reads every later dataset once per replica after this."""
+    options = tf.distribute.InputOptions(
+        experimental_fetch_to_device=False,
+        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+    )
+    one_each = s.distribute_datasets_from_function(lambda c: tf.data.Dataset.range(2).batch(1), options)
+    yield "per replica", strategy_checks.rows_of(s, one_each)

@@ -41,6 +41,7 @@ AS_MULTI_WORKER = (
 # Horovod gives a value where TensorFlow's own strategies overflow or fail. The values are tested below.
 BEYOND = {
     r"all_reduce_large: float16": "MirroredStrategy adds 40000 + 40000 in half precision: infinite",
+    r"overflow": "MirroredStrategy asks the first replica only, and sets weights to infinity for the second",
     r"nested_functions": "MirroredStrategy takes no all_reduce inside a tf.function inside run",
     r"steps_per_execution": "native collectives lose a captured key in a nested loop",
 }
@@ -57,7 +58,8 @@ def results(tmp_path_factory):
     out = {name: tmp_path_factory.mktemp(name) for name in ("mirrored", "horovod", "multi_worker_mirrored")}
     # TensorFlow's collectives stay broken after an error in one, so checks that fail natively are not asked
     # of it.
-    asked = [name for name in CHECKS if name not in ("nested_functions", "steps_per_execution")]
+    not_native = ("nested_functions", "steps_per_execution", "reduce_variables", "dataset_per_replica")
+    asked = [name for name in CHECKS if name not in not_native]
     with ThreadPoolExecutor() as pool:  # side by side: each leaves the processors idle at times
         jobs = [
             pool.submit(run_alone, PROGRAM, out["mirrored"], "mirrored", timeout=SECONDS),
@@ -135,7 +137,11 @@ def test_horovod_gives_what_mirrored_gives(results, name):
     assert not wrong, "\n".join(wrong)
 
 
-KERAS = [node for node in CHECKS if node in ("guide", "fit", "fit_shuffled", "fit_options", "layers", "metrics", "gan")]
+KERAS = [
+    node
+    for node in CHECKS
+    if node in ("guide", "fit", "fit_shuffled", "fit_options", "layers", "metrics", "gan", "callbacks")
+]
 
 
 @pytest.mark.timeout(3 * SECONDS + 60)
@@ -163,6 +169,14 @@ def test_values_that_only_horovod_has(results):
         assert horovod[f"all_reduce: bool SUM {way}"] == {"error": "TypeError"}
         assert horovod[f"all_gather: bool {way}"]["replicas"] == [["bool", [True, False, True, False]]] * 2
     assert horovod["nested_functions: run of a function"]["replicas"] == [["float32", [10.0, 10.0]]] * 2
+    for strategy in ("horovod", "multi_worker_mirrored"):
+        for replica in (0, 1):  # the step is skipped on both, and the scale halved; the next one counts
+            skipped = [[[[1.0]], [0.0]], ["float32", 16384.0], ["int64", 0]]
+            assert results[strategy][f"overflow: on {replica}"] == skipped
+            after = [[[[0.9800000190734863]], [-0.019999999552965164]], ["float32", 16384.0], ["int64", 1]]
+            assert results[strategy][f"overflow: after {replica}"] == after
+        for data in ("arrays", "dataset"):
+            assert results[strategy][f"rows: {data}"] == [sum(range(64))] * 3
     step_by_step = horovod["steps_per_execution: the same step by step"]
     assert horovod["steps_per_execution: steps per execution"] == step_by_step
 

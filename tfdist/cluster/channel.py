@@ -80,6 +80,9 @@ class MpiChannel:
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MpiChannel:
+        return self  # programs copy objects that hold a strategy; there is one group of processes
+
     def exchange(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
         mine = np.frombuffer(json.dumps([label, value, failure]).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)

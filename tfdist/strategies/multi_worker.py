@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from hvd_backend.files import share_files
+from hvd_backend.as_one import act_as_one, opened_as_one
 from tfdist.cluster.channel import Alone, Channel, MpiChannel
 from tfdist.cluster.devices import take_device
 from tfdist.cluster.ending import end_together
@@ -33,7 +33,10 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
     def __init__(self, cluster_resolver: _Resolver | None = None, channel: Channel | None = None) -> None:
         self._channel: Channel = channel or Alone()
         super().__init__(cluster_resolver=cluster_resolver)
+        if self.num_replicas_in_sync > 1:
+            opened_as_one(self)
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
     ) -> Any:
@@ -49,6 +52,8 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         """
 
         def one(leaf: Any) -> Any:
+            if hasattr(leaf, "aggregation"):  # a variable, which Keras metrics may return as their result
+                leaf = self.run(tf.identity, args=(leaf,))
             local = self.experimental_local_results(leaf)[0]
             scalar = getattr(local, "shape", tf.TensorShape([])).rank == 0
             return super(MultiWorkerMirrored, self).reduce(reduce_op, leaf, axis=None if scalar else axis)
@@ -56,9 +61,9 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.map_structure(one, value)
 
     def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
-        """As TensorFlow's own; new variables are compared over the channel, and files are written whole."""
+        """As TensorFlow's own; new variables are compared over the channel."""
         if self.num_replicas_in_sync > 1:
-            share_files()
+            act_as_one()
         if self._channel.size == 1 or tf.distribute.has_strategy():
             return super().scope()
         return _ComparingScope(super().scope(), self._create_same_variable)
