@@ -20,8 +20,9 @@ def act_as_one() -> None:
     """Call it whenever a scope of the strategy is entered: by then the program has imported what it uses."""
     files.write_whole()
     if "keras" in sys.modules:
-        from hvd_backend import keras_files, keras_steps
+        from hvd_backend import keras_files, keras_steps, private_keras
 
         keras_files.write_whole()
         keras_files.follow_the_chief()
         keras_steps.step_alike()
+        private_keras.build_without_reducing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -16,13 +17,20 @@ __all__ = ["require_shared_metrics", "step_alike"]
 def require_shared_metrics(model: Any) -> None:
     """Refuse metrics that were made outside the scope: each process would keep, and act on, numbers of its own."""
     extended = model.distribute_strategy.extended
-    for metric in model.metrics:
+    for metric in _each(model.metrics):
         for variable in metric.variables:
             if not extended.variable_created_in_scope(getattr(variable, "value", variable)):
                 raise UsageError(
                     f"the metric {metric.name!r} was made outside of strategy.scope(), so every process would count "
                     "for itself. Make it inside `with strategy.scope():`, or name it as text in `metrics=[...]`."
                 )
+
+
+def _each(metrics: list[Any]) -> Iterator[Any]:
+    """The metrics themselves: what `compile` was given comes as one metric of many."""
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        yield from _each(inner) if inner else (metric,)
 
 
 @functools.cache

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import sys
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+FOLDER = Path(sys.argv[1], "files")  # the same for all ranks
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 A = tf.VariableAggregation
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -579,6 +582,24 @@ def check_datasets(s):
                     lambda d=dataset, p=policy: rows_of(s, s.experimental_distribute_dataset(with_policy(d, p)), 8)
                 ),
             )
+
+
+def check_file_datasets(s):
+    """Lines of text files, by the policies that shard by files: one process reads all, several read their own."""
+    P = tf.data.experimental.AutoShardPolicy
+    for count in (2, 3):
+        names = [str(FOLDER / f"{count}-{i}-{replicas_of_process(s)}.txt") for i in range(count)]
+        if s.extended.should_checkpoint:
+            for i, name in enumerate(names):
+                tf.io.write_file(name, "".join(f"{10 * i + j}\n" for j in range(4)))
+        s.reduce(SUM, s.run(lambda: tf.constant(1.0)), axis=None)  # the files are there
+        for policy in (P.FILE, P.AUTO):
+            lines = tf.data.TextLineDataset(names).map(tf.strings.to_number).batch(4)
+            yield f"{policy.name} {count}", rows_of(s, s.experimental_distribute_dataset(with_policy(lines, policy)))
+
+
+def replicas_of_process(s):
+    return len(s.extended.worker_devices)
 
 
 def check_unseeded_shuffles(s):

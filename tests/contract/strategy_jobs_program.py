@@ -188,7 +188,17 @@ def files():
     try:
         model.fit(data, data[:, :1], epochs=4, verbose=2, callbacks=[backup])
     except TfdistError as error:
-        say(kept=kept, error=f"{type(error).__name__}: {error}")
+        said = {"kept": kept, "error": f"{type(error).__name__}: {error}"}
+    own_metric = keras.metrics.MeanSquaredError("own")
+    with strategy.scope():
+        model.compile("sgd", "mse", metrics=[own_metric])
+    try:
+        model.fit(data, data[:, :1], verbose=2)
+    except TfdistError as error:
+        said["metric"] = f"{type(error).__name__}: {error}"
+    tf.random.set_seed(5)
+    numbers = strategy.run(lambda: [tf.random.normal([]), tf.random.stateless_normal([], [1, 2])])
+    say(**said, numbers=[number.numpy().item() for number in numbers])
 
 
 globals()[mode]()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tests.contract import strategy_checks
+from tests.contract.strategy_checks import FOLDER  # all ranks write the same files in it
 
 SUM = tf.distribute.ReduceOp.SUM
-FOLDER = Path(sys.argv[1], "files")  # the same for all ranks, which write the same files in it
 rng = np.random.default_rng(3)
 X = rng.normal(size=(52, 6)).astype("float32")
 Y = (X[:, 0] + X[:, 1] * X[:, 2] > 0).astype("int64") + (X[:, 3] > 1)
@@ -306,6 +303,24 @@ def check_mixed_precision(s):
         )
     finally:
         keras.mixed_precision.set_global_policy("float32")
+
+
+def check_uneven_fit(s):
+    """Batches that do not divide evenly, from the first on; MirroredStrategy cannot build the model from them."""
+    for rows in (5, 1):
+        model = dense(s, optimizer=lambda: keras.optimizers.SGD(0.0))
+        history = model.fit(X[:rows], Y[:rows], batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        logits = model.predict(X[:rows], batch_size=5, verbose=0)
+        each = keras.losses.sparse_categorical_crossentropy(Y[:rows], logits, from_logits=True)
+        loss, accuracy = float(np.mean(each)), float(np.mean(np.argmax(logits, 1) == Y[:rows]))
+        yield f"{rows} rows", np.allclose([history["loss"], history["accuracy"]], [[loss] * 2, [accuracy] * 2])
+        yield f"{rows} rows evaluated", np.allclose(model.evaluate(X[:rows], Y[:rows], 5, verbose=0), [loss, accuracy])
+        model = dense(s)
+        model.fit(X[:rows], Y[:rows], batch_size=5, verbose=0)
+        yield (
+            f"{rows} rows, weights",
+            bool(np.isfinite(np.concatenate([w.numpy().ravel() for w in model.weights])).all()),
+        )
 
 
 def check_overflow(s):

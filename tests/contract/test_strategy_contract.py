@@ -32,6 +32,7 @@ CHECKS = [
 # strategy gives is the measure here.
 AS_MULTI_WORKER = (
     r"datasets: OFF",  # every process reads the whole dataset
+    r"file_datasets",  # every process reads its own files
     r"dataset_functions: (context|steps)",  # one pipeline per process
     r"ON_WRITE NONE .* (outside|numpy)",  # never combined: a process sees its own
     r"Python number",  # one process sees one object on both replicas
@@ -175,6 +176,9 @@ def test_values_that_only_horovod_has(results):
             assert results[strategy][f"overflow: on {replica}"] == skipped
             after = [[[[0.9800000190734863]], [-0.019999999552965164]], ["float32", 16384.0], ["int64", 1]]
             assert results[strategy][f"overflow: after {replica}"] == after
+        uneven = {key: value for key, value in results[strategy].items() if key.startswith("uneven_fit")}
+        assert len(uneven) == 6
+        assert all(uneven.values()), uneven
         for data in ("arrays", "dataset"):
             assert results[strategy][f"rows: {data}"] == [sum(range(64))] * 3
     step_by_step = horovod["steps_per_execution: the same step by step"]

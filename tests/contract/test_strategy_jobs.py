@@ -94,7 +94,7 @@ def test_a_keras_step_is_one_collective():
 
 
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
-def test_callbacks_follow_the_chief(backend, tmp_path):
+def test_callbacks_metrics_and_seeds(backend, tmp_path):
     ended = run_mpi(2, PROGRAM, backend, "files", tmp_path)
     assert ended.output.count("Epoch 1/2") == 1, ended.output[-6000:]
     chief, other = said(ended.check().output)
@@ -103,6 +103,9 @@ def test_callbacks_follow_the_chief(backend, tmp_path):
     for line in (chief, other):
         assert line["error"].startswith("RanksDisagree: BackupAndRestore(")
         assert "2 on rank 0, 0 on rank 1" in line["error"]
+        assert line["metric"].startswith("UsageError: the metric 'own' was made outside of strategy.scope()")
+    assert chief["numbers"][0] != other["numbers"][0], "replicas draw numbers of their own"
+    assert chief["numbers"][1] == other["numbers"][1]
 
 
 def test_xla_is_refused_with_the_way_out():
