@@ -85,8 +85,8 @@ def _hook(base: int) -> None:
 def _replica() -> int:
     if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
         return 0
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return number if isinstance(number, int) else 0
+    number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    return 0 if number is None else int(number)
 
 
 def _site() -> str:
