@@ -3,9 +3,10 @@
 Every function runs on all ranks, in eager mode or traced, and every rank must call the same ones in the same
 order with as many values. What each maps to:
 
-    all_reduce    one (grouped) allreduce per dtype on the wire; IndexedSlices: one (grouped) allgather per
-    dtype all_gather    one (grouped) allgather per dtype on the wire broadcast     one broadcast from rank 0
-    from_first    one broadcast; IndexedSlices: as all_gather
+- `all_reduce`: one (grouped) allreduce per dtype on the wire; for IndexedSlices one (grouped) allgather per dtype.
+- `all_gather`: one (grouped) allgather per dtype on the wire.
+- `broadcast`: one broadcast from rank 0; strings go as an allgather to which the other ranks add nothing.
+- `from_first`: one broadcast; for IndexedSlices as `all_gather`.
 """
 
 from __future__ import annotations
@@ -200,8 +201,7 @@ def _in_order(inputs: list[tf.Tensor], kind: str, launch: _Launch) -> list[tf.Te
         raise NotImplementedError(
             "XLA cannot compile a function in which replicas talk to each other over Horovod (jit_compile=True). "
             "Compile what each replica computes for itself, such as the forward and backward pass, and "
-            "leave strategy.reduce, "
-            "all_reduce and the optimizer outside of that function."
+            "leave strategy.reduce, all_reduce and the optimizer outside of that function."
         )
     private_tf.mark_as_unsaveable()
     token = _token()
