@@ -6,14 +6,17 @@ import sys
 
 import tensorflow as tf
 
-from hvd_backend import files, seeds
+from hvd_backend import files, orders, seeds
+from tfdist.cluster.channel import Channel
 
 __all__ = ["act_as_one", "opened_as_one"]
 
 
-def opened_as_one(strategy: tf.distribute.Strategy) -> None:
+def opened_as_one(strategy: tf.distribute.Strategy, channel: Channel) -> None:
     """Call it once the strategy is open, on every process."""
     seeds.share_seeds(strategy)
+    if channel.size > 1:
+        orders.watch_orders(channel)
 
 
 def act_as_one() -> None:

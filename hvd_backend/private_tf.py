@@ -15,11 +15,13 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
 from tensorflow.python.data.ops import random_op
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.cross_device_ops import simple_broadcast
 from tensorflow.python.distribute.device_util import canonicalize
 from tensorflow.python.distribute.distribute_utils import is_mirrored, regroup, select_replica
+from tensorflow.python.distribute.input_lib import DistributedDataset
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
 from tensorflow.python.framework import ops, random_seed
@@ -33,7 +35,9 @@ __all__ = [
     "ORDER_OF_COLLECTIVES",
     "CheckpointInitialValue",
     "CollectiveAllReduceExtended",
+    "DistributedDataset",
     "MultiDeviceSaver",
+    "ShuffleDataset",
     "SyncOnReadVariable",
     "canonicalize",
     "data_random_seed",
@@ -58,6 +62,8 @@ __all__ = [
 # it is asked to. canonicalize: the full name of a device. A variable's device is compared with it as text.
 # data_random_seed, random_op, random_seed, gen_random_ops: where operations without a seed get one. There is no public
 # way to choose seeds for these alone.
+# DistributedDataset, ShuffleDataset: where ranks start to read together, and what has a new order each time. The public
+# class is an interface.
 # MultiDeviceSaver: writes every checkpoint and the variables of every SavedModel, under temporary names that are the
 # same in all processes. There is no public way to give it others.
 # GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be
@@ -85,7 +91,9 @@ HOOKS = {
         "_in_multi_worker_mode",
         "_make_input_context",
     ),
+    DistributedDataset: ("__init__", "__iter__"),
     MultiDeviceSaver: ("save",),
+    ShuffleDataset: ("_inputs",),
     data_random_seed: ("get_seed",),
     gen_random_ops: ("random_shuffle",),
     random_op: ("_random",),

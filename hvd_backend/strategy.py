@@ -44,7 +44,7 @@ class HorovodStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Past MultiWorkerMirroredStrategy's own constructor, which starts TensorFlow's grpc servers.
         tf.distribute.Strategy.__init__(self, HorovodExtended(self, started, device))
         if self._several:
-            opened_as_one(self)
+            opened_as_one(self, started.channel)
 
     def scope(self) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
         """As TensorFlow's own."""

@@ -196,6 +196,15 @@ def files():
         model.fit(data, data[:, :1], verbose=2)
     except TfdistError as error:
         said["metric"] = f"{type(error).__name__}: {error}"
+    shuffled = tf.data.Dataset.range(8).shuffle(8).batch(4)
+    together = strategy.experimental_distribute_dataset(shuffled)
+    said["read"] = len(list(together)) + len(list(shuffled)) + len(list(together))
+    if rank == 0:
+        next(iter(shuffled))
+    try:
+        iter(together)
+    except TfdistError as error:
+        said["order"] = f"{type(error).__name__}: {error}"
     tf.random.set_seed(5)
     numbers = strategy.run(lambda: [tf.random.normal([]), tf.random.stateless_normal([], [1, 2])])
     say(**said, numbers=[number.numpy().item() for number in numbers])

@@ -34,7 +34,7 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         self._channel: Channel = channel or Alone()
         super().__init__(cluster_resolver=cluster_resolver)
         if self.num_replicas_in_sync > 1:
-            opened_as_one(self)
+            opened_as_one(self, self._channel)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
