@@ -18,7 +18,7 @@ from typing import TypeAlias
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_backend import private_tf
+from tfdist import private_tf
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "from_first", "prepare"]
 

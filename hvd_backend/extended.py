@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend import collectives, private_tf
+from hvd_backend import collectives
 from hvd_backend.start import Started
+from tfdist import private_tf
 from tfdist.cluster.channel import Channel
 from tfdist.cluster.variables import agree_on_variable, variable_path
 

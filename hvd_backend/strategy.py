@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend.as_one import act_as_one, opened_as_one
 from hvd_backend.start import start
+from tfdist.as_one.opening import act_as_one, opened_as_one
 from tfdist.cluster.devices import take_device
 
 __all__ = ["HorovodStrategy"]

@@ -59,6 +59,4 @@ loss, accuracy = model.evaluate(images[test], labels[test], batch_size=64, verbo
 right = (model.predict(images[test], batch_size=64, verbose=0).argmax(1) == labels[test]).mean()
 
 digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in model.trainable_variables)).hexdigest()
-print(
-    f"loss {loss:.6f}  accuracy {accuracy:.6f}  accuracy of predict {right:.6f}  weights_sha256 {digest}", flush=True
-)
+print(f"loss {loss:.6f}  accuracy {accuracy:.6f}  accuracy of predict {right:.6f}  weights_sha256 {digest}", flush=True)

@@ -149,7 +149,7 @@ def collectives():
     import keras
     import numpy as np
 
-    from hvd_backend import private_tf
+    from tfdist import private_tf
 
     with strategy.scope():
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3), keras.layers.Dense(1)])

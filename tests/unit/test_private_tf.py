@@ -1,4 +1,4 @@
-"""What tfdist uses of TensorFlow without a promise from TensorFlow, all of it in hvd_backend/private_tf.py."""
+"""What tfdist uses of TensorFlow without a promise from TensorFlow, all of it in tfdist/private_tf.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import tensorflow as tf
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "hvd_backend" / "private_tf.py"
+FILE = ROOT / "tfdist" / "private_tf.py"
 
 
 def test_every_private_name_is_where_it_was():
@@ -23,18 +23,18 @@ def test_every_private_name_is_where_it_was():
                     found = False
                 if not found:
                     moved.append(f"{node.module}.{alias.name}")
-    assert not moved, f"TensorFlow {tf.__version__} has moved: {', '.join(moved)}. Adapt hvd_backend/private_tf.py."
+    assert not moved, f"TensorFlow {tf.__version__} has moved: {', '.join(moved)}. Adapt tfdist/private_tf.py."
 
 
 def test_every_method_that_is_overridden_still_exists():
-    from hvd_backend.private_tf import HOOKS
+    from tfdist.private_tf import HOOKS
 
     moved = [f"{cls.__name__}.{name}" for cls, names in HOOKS.items() for name in names if not hasattr(cls, name)]
-    assert not moved, f"TensorFlow {tf.__version__} has no {', '.join(moved)}. Adapt hvd_backend/extended.py."
+    assert not moved, f"TensorFlow {tf.__version__} has no {', '.join(moved)}. Adapt hvd_backend and tfdist/as_one."
 
 
 def test_names_count_within_the_function_and_its_control_flow():
-    from hvd_backend.private_tf import name_in_function
+    from tfdist.private_tf import name_in_function
 
     names = []
 
@@ -61,7 +61,7 @@ def test_names_count_within_the_function_and_its_control_flow():
 
 
 def test_xla_is_noticed():
-    from hvd_backend.private_tf import in_xla
+    from tfdist.private_tf import in_xla
 
     seen = []
 

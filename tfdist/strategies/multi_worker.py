@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from hvd_backend.as_one import act_as_one, opened_as_one
+from tfdist.as_one.opening import act_as_one, opened_as_one
 from tfdist.cluster.channel import Alone, Channel, MpiChannel
 from tfdist.cluster.devices import take_device
 from tfdist.cluster.ending import end_together

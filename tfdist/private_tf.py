@@ -2,7 +2,7 @@
 
 `HorovodStrategy` is TensorFlow's own multi-worker strategy with other collectives. That keeps everything that
 programs see (variable classes, checkpoints, dataset sharding, replica contexts) TensorFlow's, and is why a
-few names below are private. `tests/unit/test_private_tf.py` names any that a new TensorFlow has moved.
+few names below are private. `as_one` replaces others at run time. `tests/unit/test_private_tf.py` names any that a new TensorFlow has moved.
 """
 
 from __future__ import annotations
@@ -54,24 +54,25 @@ __all__ = [
     "simple_broadcast",
 ]
 
-# CollectiveAllReduceExtended: what a strategy does on N processes with one device each, all but its
-# collectives.
+# For the strategy:
+#   CollectiveAllReduceExtended: what a strategy does on N processes with one device each, all but its collectives.
 #     `tf.distribute.StrategyExtended` is public, but abstract: variables and input pipelines have no public parts.
-# CheckpointInitialValue: an initial value that holds a value being restored; there is no public way to unwrap
-# it. SyncOnReadVariable: a variable that each replica writes for itself. Ours reads the first rank's, where
-# it is asked to. canonicalize: the full name of a device. A variable's device is compared with it as text.
-# data_random_seed, random_op, random_seed, gen_random_ops: where operations without a seed get one. There is no public
-# way to choose seeds for these alone.
-# DistributedDataset, ShuffleDataset: where ranks start to read together, and what has a new order each time. The public
-# class is an interface.
-# MultiDeviceSaver: writes every checkpoint and the variables of every SavedModel, under temporary names that are the
-# same in all processes. There is no public way to give it others.
-# GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be
-# called. is_mirrored: whether a value is the same on all replicas, which is not reduced again.
-# mark_as_unsaveable: a traced function with collectives must not go into a SavedModel. regroup,
-# select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
-# saved_model_save: what tf.saved_model.save and Keras's export call. Keras's export puts the public name back.
-# simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
+#   CheckpointInitialValue: an initial value that holds a value being restored; no public way unwraps it.
+#   SyncOnReadVariable: a variable that each replica writes for itself. Ours reads the first rank's, where asked to.
+#   canonicalize: the full name of a device. A variable's device is compared with it as text.
+#   GraphOrParentsInXlaContext: whether this is being traced for jit_compile=True, where Horovod cannot be called.
+#   is_mirrored: whether a value is the same on all replicas, which is not reduced again.
+#   mark_as_unsaveable: a traced function with collectives must not go into a SavedModel.
+#   regroup, select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
+#   simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
+# For several processes as one (tfdist/as_one):
+#   DistributedDataset, ShuffleDataset: where ranks start to read together, and what has a new order each time. The
+#     public class is an interface.
+#   MultiDeviceSaver: writes every checkpoint and the variables of every SavedModel, under temporary names that are the
+#     same in all processes. There is no public way to give it others.
+#   saved_model_save: what tf.saved_model.save and Keras's export call. Keras's export puts the public name back.
+#   data_random_seed, random_op, random_seed, gen_random_ops: where operations without a seed get one. There is no
+#     public way to choose seeds for these alone.
 
 HOOKS = {
     CollectiveAllReduceExtended: (

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_backend.files import own_path
-from hvd_backend.keras_steps import require_shared_metrics
+from tfdist.as_one.files import own_path
+from tfdist.as_one.keras_steps import require_shared_metrics
 from tfdist.errors import RanksDisagree
 
 __all__ = ["follow_the_chief", "write_whole"]

@@ -6,7 +6,7 @@ import sys
 
 import tensorflow as tf
 
-from hvd_backend import files, orders, seeds
+from tfdist.as_one import files, orders, seeds
 from tfdist.cluster.channel import Channel
 
 __all__ = ["act_as_one", "opened_as_one"]
@@ -23,7 +23,7 @@ def act_as_one() -> None:
     """Call it whenever a scope of the strategy is entered: by then the program has imported what it uses."""
     files.write_whole()
     if "keras" in sys.modules:
-        from hvd_backend import keras_files, keras_steps, private_keras
+        from tfdist.as_one import keras_files, keras_steps, private_keras
 
         keras_files.write_whole()
         keras_files.follow_the_chief()

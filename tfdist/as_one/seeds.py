@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend import private_tf
+from tfdist import private_tf
 
 __all__ = ["share_seeds"]
 

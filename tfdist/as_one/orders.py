@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend import private_tf
+from tfdist import private_tf
 from tfdist.cluster.channel import Channel, require_same
 
 __all__ = ["watch_orders"]
