@@ -1,8 +1,8 @@
 """The only file of tfdist with private TensorFlow names: what each is, and why nothing public does.
 
-`HorovodStrategy` is TensorFlow's own multi-worker strategy with other collectives. That keeps everything that
-programs see (variable classes, checkpoints, dataset sharding, replica contexts) TensorFlow's, and is why a
-few names below are private. `as_one` replaces others at run time. `tests/unit/test_private_tf.py` names any that a new TensorFlow has moved.
+`HorovodStrategy` is TensorFlow's own multi-worker strategy with other collectives. That keeps everything that programs
+see (variable classes, checkpoints, dataset sharding, replica contexts) TensorFlow's, and is why a few names below are
+private. `as_one` replaces others at run time. `tests/unit/test_private_tf.py` names any that a new TensorFlow moves.
 """
 
 from __future__ import annotations

@@ -121,6 +121,4 @@ def test_private_names_of_keras_are_nowhere_else() -> None:
 )
 def test_what_several_processes_change_is_where_it_was(home: type, names: list[str]) -> None:
     missing = [name for name in names if not hasattr(home, name)]
-    assert not missing, (
-        f"Keras {keras.__version__} has no {home.__name__}.{missing[0]}. Adapt tfdist/as_one."
-    )
+    assert not missing, f"Keras {keras.__version__} has no {home.__name__}.{missing[0]}. Adapt tfdist/as_one."

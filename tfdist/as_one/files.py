@@ -27,6 +27,8 @@ from tfdist import private_tf
 
 __all__ = ["own_path", "write_whole"]
 
+_PATIENCE_SECONDS = 30.0  # for another process that moves its files to their places
+
 
 def write_whole() -> None:
     """From now on several processes of this job may write the same checkpoints and SavedModels."""
@@ -113,7 +115,7 @@ def _turn(path: str) -> Iterator[None]:
     """One process at a time. A lock that a dead process has left is passed over after a while."""
     lock = f"{path}.lock"
     held = "://" in path  # no locks on object stores
-    patience = time.monotonic() + 30
+    patience = time.monotonic() + _PATIENCE_SECONDS
     while not held and time.monotonic() < patience:
         try:
             os.mkdir(lock)
