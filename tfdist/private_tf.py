@@ -41,8 +41,8 @@ __all__ = [
     "SyncOnReadVariable",
     "canonicalize",
     "data_random_seed",
+    "dataset_function",
     "gen_random_ops",
-    "in_dataset_function",
     "is_mirrored",
     "mark_as_unsaveable",
     "name_in_function",
@@ -114,14 +114,12 @@ def in_xla() -> bool:
     return bool(GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
-def in_dataset_function() -> bool:
-    """Whether a function of a tf.data pipeline is being traced: only the names of such graphs tell."""
+def dataset_function() -> tf.Graph | None:
+    """The function of a tf.data pipeline that is being traced, if any: only the names of such graphs tell."""
     graph = ops.get_default_graph()
-    while graph is not None:
-        if str(getattr(graph, "name", "")).startswith("Dataset_"):
-            return True
+    while graph is not None and not str(getattr(graph, "name", "")).startswith("Dataset_"):
         graph = getattr(graph, "outer_graph", None)
-    return False
+    return graph
 
 
 _collectives_of: MutableMapping[tf.Graph, dict[str, int]] = WeakKeyDictionary()

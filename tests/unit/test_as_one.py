@@ -69,7 +69,7 @@ def test_files_that_another_process_has_put_there_stay(tmp_path: Path, meanwhile
 def test_a_lock_that_a_dead_process_has_left_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.index.lock").mkdir()
     monkeypatch.setattr(files, "_PATIENCE_SECONDS", 0.05)
-    with files._turn(str(tmp_path / "c.index")):
+    with files.turn(str(tmp_path / "c.index")):
         pass
     assert not list(tmp_path.iterdir())
 

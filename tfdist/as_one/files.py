@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist import private_tf
 
-__all__ = ["own_path", "write_whole"]
+__all__ = ["own_path", "turn", "write_whole"]
 
 _PATIENCE_SECONDS = 30.0  # for another process that moves its files to their places
 
@@ -93,7 +93,7 @@ def _move(files: dict[str, str], last: str, before: tuple[int, int] | None) -> N
         last: the place of the file that names the others.
         before: the state of that file before the own ones were written.
     """
-    with _turn(last):
+    with turn(last):
         same = _state(last) == before
         for own, place in sorted(files.items(), key=lambda item: item[1] == last):
             if same:
@@ -111,7 +111,7 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _turn(path: str) -> Iterator[None]:
+def turn(path: str) -> Iterator[None]:
     """One process at a time. A lock that a dead process has left is passed over after a while."""
     lock = f"{path}.lock"
     held = "://" in path  # no locks on object stores

@@ -14,11 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.as_one.files import own_path
+from tfdist.as_one.files import own_path, turn
 from tfdist.as_one.keras_steps import require_shared_metrics
 from tfdist.errors import RanksDisagree
 
 __all__ = ["follow_the_chief", "write_whole"]
+
+_PATHS = ("path", "dir", "filename")  # how the attributes of Keras's callbacks end that hold one
 
 
 @functools.cache
@@ -26,7 +28,7 @@ def write_whole() -> None:
     """`save` and `save_weights` write beside the place and move the file there, so that it is always whole."""
     keras.Model.save = _written_whole(keras.Model.save)
     keras.Model.save_weights = _written_whole(keras.Model.save_weights)
-    keras.saving.save_model = _written_whole(keras.saving.save_model)
+    keras.saving.save_model = keras.models.save_model = _written_whole(keras.saving.save_model)
     keras.saving.save_weights = _written_whole(keras.saving.save_weights)
 
 
@@ -36,10 +38,12 @@ def _written_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_whole(model: Any, filepath: Any, overwrite: bool = True, *more: Any, **options: Any) -> Any:
         place = Path(str(filepath))
-        one_file = place.suffix in (".keras", ".h5") and all(option in (None, True) for option in options.values())
-        local = "://" not in str(filepath) and place.parent.is_dir()
-        if more or not one_file or not local or (place.exists() and not overwrite):
+        if "://" in str(filepath) or not place.parent.is_dir() or (place.exists() and not overwrite):
             return save(model, filepath, overwrite, *more, **options)
+        in_parts = more or options.get("zipped") is False or options.get("max_shard_size")
+        if in_parts or place.suffix not in (".keras", ".h5", ".hdf5"):
+            with turn(str(place)):  # several files, whose names depend on the path
+                return save(model, filepath, overwrite, *more, **options)
         own = Path(own_path(str(place)))
         try:
             saved = save(model, own, **options)
@@ -57,38 +61,41 @@ def follow_the_chief() -> None:
     kinds = keras.callbacks
     listed = kinds.CallbackList
     set_model, train_begin, train_end = listed.set_model, listed.on_train_begin, listed.on_train_end
-    paths = {kinds.ModelCheckpoint: "filepath", kinds.CSVLogger: "filename", kinds.TensorBoard: "log_dir"}
+    writers = (kinds.ModelCheckpoint, kinds.CSVLogger, kinds.TensorBoard)
+    all_writers = (*writers, kinds.BackupAndRestore)
 
     @functools.wraps(set_model)
     def set_model_on_each(self: Any, model: Any) -> None:
-        self._real_paths = []
         if _is_shared(model):
             require_shared_metrics(model)
         if _follows(model):
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, kinds.ProgbarLogger)]
             for callback in self.callbacks:
-                for kind, path in paths.items():
-                    if isinstance(callback, kind):
-                        self._real_paths.append(_to_scratch(callback, getattr(callback, path)))
+                if isinstance(callback, writers):
+                    _to_scratch(callback)
         set_model(self, model)
 
     @functools.wraps(train_begin)
     def begin_on_each(self: Any, logs: Any = None) -> None:
+        backups = [callback for callback in self.callbacks if isinstance(callback, kinds.BackupAndRestore)]
+        if _follows(self.model):
+            for callback in self.callbacks:
+                if isinstance(callback, writers):
+                    _to_scratch(callback)
+        for callback in backups:
+            _to_real_path(callback)  # all ranks read the chief's backup
         train_begin(self, logs)
-        for callback in self.callbacks if _is_shared(self.model) else ():
-            if isinstance(callback, kinds.BackupAndRestore):
-                _agree_on_epoch(self.model, callback.backup_dir)  # all have read the chief's backup
-                if _follows(self.model):
-                    self._real_paths.append(_to_scratch(callback, callback.backup_dir))
+        for callback in backups if _is_shared(self.model) else ():
+            _agree_on_epoch(self.model, callback.backup_dir)
+            if _follows(self.model):
+                _to_scratch(callback)
 
     @functools.wraps(train_end)
     def end_together(self: Any, logs: Any = None) -> None:
         train_end(self, logs)
-        for callback, real in self._real_paths:
-            vars(callback).update(real)
-        if _is_shared(self.model) and any(
-            isinstance(callback, (*paths, kinds.BackupAndRestore)) for callback in self.callbacks
-        ):
+        for callback in self.callbacks:
+            _to_real_path(callback)
+        if _is_shared(self.model) and any(isinstance(callback, all_writers) for callback in self.callbacks):
             _gathered(self.model.distribute_strategy, 0)
 
     listed.set_model, listed.on_train_begin, listed.on_train_end = set_model_on_each, begin_on_each, end_together
@@ -104,17 +111,22 @@ def _follows(model: Any) -> bool:
     return _is_shared(model) and not model.distribute_strategy.extended.should_checkpoint
 
 
-def _to_scratch(callback: Any, path: Any) -> tuple[Any, dict[str, Any]]:
-    """Let a callback write where nobody reads, under the same name. Returns the callback and its real paths."""
-    path = os.fspath(path)
-    scratch = os.path.join(tempfile.mkdtemp(dir=_scratch_folder()), os.path.basename(os.path.normpath(path)))
-    real = {
-        name: value
-        for name, value in vars(callback).items()
-        if isinstance(value, str | Path) and str(value).startswith(path)
+def _to_scratch(callback: Any) -> None:
+    """Let a callback write where nobody reads, under the same names."""
+    if hasattr(callback, "_tfdist_real"):
+        return
+    callback._tfdist_real = {
+        name: value for name, value in vars(callback).items() if name.endswith(_PATHS) and isinstance(value, str | Path)
     }
-    vars(callback).update({name: scratch + str(value)[len(path) :] for name, value in real.items()})
-    return callback, real
+    scratch = tempfile.mkdtemp(dir=_scratch_folder())
+    for name, value in callback._tfdist_real.items():
+        setattr(callback, name, os.path.join(scratch, os.path.abspath(value).lstrip("/")))
+        os.makedirs(os.path.dirname(getattr(callback, name)), exist_ok=True)
+
+
+def _to_real_path(callback: Any) -> None:
+    """Undo `_to_scratch`, also one that an error has left."""
+    vars(callback).update(vars(callback).pop("_tfdist_real", {}))
 
 
 def _agree_on_epoch(model: Any, folder: Any) -> None:

@@ -22,7 +22,7 @@ def require_shared_metrics(model: Any) -> None:
             if not extended.variable_created_in_scope(getattr(variable, "value", variable)):
                 raise UsageError(
                     f"the metric {metric.name!r} was made outside of strategy.scope(), so every process would count "
-                    "for itself. Make it inside `with strategy.scope():`, or name it as text in `metrics=[...]`."
+                    "for itself. Make metrics, and call model.compile, inside `with strategy.scope():`."
                 )
 
 

@@ -25,7 +25,7 @@ def build_without_reducing() -> None:
         if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             return build(self, *args, **options)
         strategy.reduce = lambda _, value, axis=None: tf.nest.map_structure(
-            lambda leaf: strategy.experimental_local_results(leaf)[0], value
+            lambda leaf: _with_a_row(strategy.experimental_local_results(leaf)[0]), value
         )
         try:
             build(self, *args, **options)
@@ -33,3 +33,8 @@ def build_without_reducing() -> None:
             del strategy.reduce  # the instance's; the class has its own
 
     keras.Model._maybe_symbolic_build = build_from_own_rows
+
+
+def _with_a_row(rows: Any) -> Any:
+    """A layer may not be built from no rows."""
+    return tf.zeros([1, *rows.shape[1:]], rows.dtype) if isinstance(rows, tf.Tensor) and rows.shape[:1] == [0] else rows

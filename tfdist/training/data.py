@@ -17,7 +17,7 @@ from tfdist.cluster.causes import cause_of
 from tfdist.errors import UsageError
 from tfdist.training.task import Task
 
-__all__ = ["Examples", "load_examples", "row_count"]
+__all__ = ["Examples", "load_examples", "row_count", "with_a_row"]
 
 Batches = Iterator[Any]
 
@@ -184,3 +184,20 @@ def row_count(batch: Any) -> tf.Tensor:
     if isinstance(first, tf.RaggedTensor):
         return first.nrows(tf.int32)
     return tf.shape(first)[0]
+
+
+def with_a_row(batch: Any) -> Any:
+    """The batch; where it has no rows, one row of zeros.
+
+    TensorFlow's CPU kernels of convolutions and max-pooling fail on no rows, or end the process.
+    """
+
+    def row_of_zeros(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            return tf.SparseTensor(value.indices, value.values, tf.concat([[1], value.dense_shape[1:]], 0))
+        if isinstance(value, tf.RaggedTensor):
+            splits = [tf.zeros([2 if i == 0 else 1], value.row_splits.dtype) for i in range(value.ragged_rank)]
+            return tf.RaggedTensor.from_nested_row_splits(value.flat_values[:0], splits)
+        return tf.zeros(tf.concat([[1], tf.shape(value)[1:]], 0), value.dtype)
+
+    return tf.cond(row_count(batch) > 0, lambda: batch, lambda: tf.nest.map_structure(row_of_zeros, batch))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import keras
 
-__all__ = ["without_second_reduction"]
+__all__ = ["has_synchronized_layer", "without_second_reduction"]
 
 
 @contextlib.contextmanager
@@ -25,3 +25,11 @@ def without_second_reduction(optimizer: keras.optimizers.Optimizer) -> Iterator[
         yield
     finally:
         delattr(optimizer, name)
+
+
+def has_synchronized_layer(model: keras.Model) -> bool:
+    """Whether a layer of the model, at any depth, counts its rows over all replicas, as synchronized BatchNorm does.
+
+    `model.layers` does not show the layers inside of a layer that a user has written (`_flatten_layers` does).
+    """
+    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())

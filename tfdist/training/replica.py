@@ -20,7 +20,8 @@ class Replica:
         self.model = model
         """The model. Call it with `training=True`."""
         self.rows = rows
-        """Number of examples of the global batch that this replica holds; may be 0."""
+        """Number of examples that this replica works on. One without any works on a row of zeros, which counts for
+        nothing; with synchronized BatchNorm it works on 0 rows."""
         self._penalties = penalties  # what layers add with add_loss; filled while the model is called
         self.weighted_loss: tf.Tensor | None = None
         self.weight: tf.Tensor | None = None

@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.training.data import row_count
-from tfdist.training.private_keras import without_second_reduction
+from tfdist.training.data import row_count, with_a_row
+from tfdist.training.private_keras import has_synchronized_layer, without_second_reduction
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.replica import Replica
 from tfdist.training.task import Task
@@ -79,8 +79,10 @@ class TrainingStep:
     def _reduce(self, batch: Any) -> _Reduced:
         """Runs inside the replica step (traced)."""
         rows = row_count(batch)
+        if self._strategy.num_replicas_in_sync > 1 and not has_synchronized_layer(self._model):
+            batch = with_a_row(batch)
         with keras.StatelessScope(collect_losses=True) as scope:
-            replica = Replica(self._model, rows, penalties=scope.losses)
+            replica = Replica(self._model, row_count(batch), penalties=scope.losses)
             self._task.train_step(replica, batch)
         if replica.weighted_loss is None or replica.weight is None:
             raise UsageError("train_step did not call replica.loss(losses). It makes the loss that is reduced.")
@@ -97,15 +99,18 @@ class TrainingStep:
                 "keras.random). Give random layers their own keras.random.SeedGenerator, and use Task.metrics."
             )
 
-        # An empty piece has NaN where a layer averages over no rows. It contributes zeros.
+        # An empty piece contributes zeros: it has NaN where a layer averages over no rows, or stands in for a row.
         present = rows > 0
+        weighted_loss, weight = (
+            tf.where(present, value, tf.zeros_like(value)) for value in (replica.weighted_loss, replica.weight)
+        )
         local = [tf.convert_to_tensor(replica.gradients[id(v)]) for v in self._trained]  # sparse ones become dense
         local += [_contribution(v, scope.get_current_value(v)) for v in self._updated if _is_reduced(v)]
         local = [tf.where(present, value, tf.zeros_like(value)) for value in local]
-        bad = tf.cast(~tf.math.is_finite(replica.weighted_loss), tf.float32)
+        bad = tf.cast(~tf.math.is_finite(weighted_loss), tf.float32)
         tally = [
-            tf.cast(replica.weighted_loss, tf.float32),
-            tf.cast(replica.weight, tf.float32),
+            tf.cast(weighted_loss, tf.float32),
+            tf.cast(weight, tf.float32),
             tf.cast(rows, tf.float32),
             tf.cast(present, tf.float32),
             bad,
