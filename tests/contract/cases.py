@@ -106,6 +106,11 @@ def batch_norm(run: Runner) -> Any:
     return {str(sync): run.fit(toy.BatchNormNet(rows=17, synchronized=sync), steps=6) for sync in (False, True)}
 
 
+def convolution(run: Runner) -> Any:
+    """17 rows in batches of 16, as above."""
+    return run.fit(toy.ConvNet(rows=17), steps=4)
+
+
 def equal_start(run: Runner) -> Any:
     trainer = run.trainer(toy.OwnSeed())
     return {
@@ -178,6 +183,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
         toy_net,
         own_step,
         batch_norm,
+        convolution,
         equal_start,
         row_coverage,
         throughput,
@@ -188,7 +194,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
         not_finite,
     )
 }
-FEW = {name: CASES[name] for name in ("uneven_rows", "batch_norm", "row_coverage", "digits")}
+FEW = {name: CASES[name] for name in ("uneven_rows", "batch_norm", "convolution", "row_coverage", "digits")}
 """For more than two replicas, where starting and tracing take longer and less can be new."""
 
 

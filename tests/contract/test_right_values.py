@@ -149,6 +149,16 @@ def test_local_batch_norm_survives_empty_replicas(backend: str, count: int) -> N
 
 
 @each(TWO, MORE)
+def test_a_convolution_on_empty_replicas_equals_one_device(backend: str, count: int) -> None:
+    right = reference("convolution")
+    for process in results(backend, count):
+        got = process["convolution"]
+        assert got["losses"] == pytest.approx(right["losses"], abs=1e-5)
+        for mine, theirs in zip(got["state"].values(), right["state"].values(), strict=True):
+            assert np.allclose(mine, theirs, atol=1e-5)
+
+
+@each(TWO, MORE)
 def test_synchronized_batch_norm_equals_one_device(backend: str, count: int) -> None:
     right = reference("batch_norm")["True"]
     for process in results(backend, count):

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.training.data import row_count
+from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.step import TrainingStep
@@ -144,10 +144,12 @@ class EvaluationLoop:
 
     def _add(self, batch: Any) -> list[tf.Tensor]:
         """Runs inside the replica step (traced): what this global batch adds to the totals."""
+        present = row_count(batch) > 0
+        if self._strategy.num_replicas_in_sync > 1:
+            batch = with_a_row(batch)
         inputs, labels, weights = unpack(batch)
         with keras.StatelessScope():
             predictions = self._model(inputs, training=False)
             losses = self._task.losses(labels, predictions)
         added = self._metrics.added(labels, predictions, losses, weights)
-        present = row_count(batch) > 0
         return sum_over_replicas([tf.where(present, value, tf.zeros_like(value)) for value in added])

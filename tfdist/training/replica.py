@@ -16,12 +16,15 @@ __all__ = ["Replica"]
 class Replica:
     """One replica while its step is traced. `Task.train_step` gets it; nothing of it outlives the step."""
 
-    def __init__(self, model: keras.Model, rows: tf.Tensor, penalties: list[tf.Tensor]) -> None:
+    def __init__(
+        self, model: keras.Model, rows: tf.Tensor, penalties: list[tf.Tensor], length: tf.Tensor | None = None
+    ) -> None:
         self.model = model
         """The model. Call it with `training=True`."""
         self.rows = rows
-        """Number of examples that this replica works on. One without any works on a row of zeros, which counts for
-        nothing; with synchronized BatchNorm it works on 0 rows."""
+        """Number of examples of the global batch that this replica holds. Where it is 0, the step gets one row of
+        zeros, which counts for nothing (with synchronized BatchNorm: no row)."""
+        self._length = rows if length is None else length
         self._penalties = penalties  # what layers add with add_loss; filled while the model is called
         self.weighted_loss: tf.Tensor | None = None
         self.weight: tf.Tensor | None = None
@@ -47,8 +50,8 @@ class Replica:
         """
         if self.weighted_loss is not None:
             raise UsageError("replica.loss was called twice in one train_step. Add the per-example losses first.")
-        losses = _per_example("the loss", losses, self.rows)
-        weights = tf.ones_like(losses) if weights is None else _per_example("the weight", weights, self.rows)
+        losses = _per_example("the loss", losses, self._length)
+        weights = tf.ones_like(losses) if weights is None else _per_example("the weight", weights, self._length)
         if losses.dtype.size < 4:  # a sum of many halves would lose its small addends, or overflow
             losses = tf.cast(losses, tf.float32)
         weights = tf.cast(weights, losses.dtype)

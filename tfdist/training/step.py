@@ -82,7 +82,7 @@ class TrainingStep:
         if self._strategy.num_replicas_in_sync > 1 and not has_synchronized_layer(self._model):
             batch = with_a_row(batch)
         with keras.StatelessScope(collect_losses=True) as scope:
-            replica = Replica(self._model, row_count(batch), penalties=scope.losses)
+            replica = Replica(self._model, rows, penalties=scope.losses, length=row_count(batch))
             self._task.train_step(replica, batch)
         if replica.weighted_loss is None or replica.weight is None:
             raise UsageError("train_step did not call replica.loss(losses). It makes the loss that is reduced.")
