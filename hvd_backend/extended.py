@@ -169,7 +169,7 @@ def _resolver(channel: Channel) -> tf.distribute.cluster_resolver.ClusterResolve
     """Who is who, for programs that ask `strategy.cluster_resolver`. Nothing listens at these addresses."""
     hosts = channel.exchange("who is where", socket.gethostname())
     if len(hosts) == 1:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}), task_id=0)
     workers = [f"{host}:{rank}" for rank, host in enumerate(hosts)]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=channel.rank

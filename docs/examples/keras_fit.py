@@ -4,7 +4,8 @@
     mpirun -np 2 python docs/examples/keras_fit.py --strategy multi_worker_mirrored
     python docs/examples/keras_fit.py --strategy mirrored --replicas 2
 
-Losses and metrics are those of all replicas together; every rank prints the same last line.
+Losses and metrics are those of all replicas together. Every rank prints the same last line, and with two replicas all
+strategies do, bit for bit; with more, sums have another order on each.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     mpirun -np 2 python docs/examples/strategy_guide.py --strategy multi_worker_mirrored
     python docs/examples/strategy_guide.py --strategy mirrored --replicas 2
 
-One line differs between them: the one that makes the strategy. Every rank prints the same last line.
+One line differs between them: the one that makes the strategy. Every rank prints the same last line, and with two
+replicas all strategies do, bit for bit; with more, sums have another order on each.
 The usual mistakes are marked with "Mistake:".
 """
 
@@ -31,7 +32,9 @@ GLOBAL_BATCH = 64
 
 digits = sklearn.datasets.load_digits()
 images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target.astype(np.int32)
-dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(labels), seed=0).batch(GLOBAL_BATCH)
+dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(labels), seed=0)
+# Mistake: keeping a last batch that is smaller than GLOBAL_BATCH, by which the loss is divided below.
+dataset = dataset.batch(GLOBAL_BATCH, drop_remainder=True)
 # Mistake: iterating over `dataset` itself. Every replica would then train on every example.
 distributed = strategy.experimental_distribute_dataset(dataset)
 

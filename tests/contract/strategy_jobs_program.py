@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import warnings
 
 backend, mode = sys.argv[1:3]
 
@@ -189,6 +190,10 @@ def files():
         model.fit(data, data[:, :1], epochs=4, verbose=2, callbacks=[backup])
     except TfdistError as error:
         said = {"kept": kept, "error": f"{type(error).__name__}: {error}"}
+    try:
+        model.fit(data, data[:, :1], epochs=2 + rank, verbose=2)
+    except TfdistError as error:
+        said["epochs"] = f"{type(error).__name__}: {error}"
     own_metric = keras.metrics.MeanSquaredError("own")
     with strategy.scope():
         model.compile("sgd", "mse", metrics=[own_metric])
@@ -196,6 +201,12 @@ def files():
         model.fit(data, data[:, :1], verbose=2)
     except TfdistError as error:
         said["metric"] = f"{type(error).__name__}: {error}"
+    alone = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    alone.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alone.fit(data, data[:, :1], verbose=0)
+    said["warned"] = [str(warning.message) for warning in caught]
     shuffled = tf.data.Dataset.range(8).shuffle(8).batch(4)
     together = strategy.experimental_distribute_dataset(shuffled)
     said["read"] = len(list(together)) + len(list(shuffled)) + len(list(together))

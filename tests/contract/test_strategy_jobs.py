@@ -104,6 +104,9 @@ def test_callbacks_metrics_and_seeds(backend, tmp_path):
         assert line["error"].startswith("RanksDisagree: BackupAndRestore(")
         assert "2 on rank 0, 0 on rank 1" in line["error"]
         assert line["metric"].startswith("UsageError: the metric 'own' was made outside of strategy.scope()")
+        assert line["epochs"].startswith("RanksDisagree: fit has other numbers of epochs")
+        assert "2 on rank 0, 3 on rank 1" in line["epochs"]
+        assert any("was made outside of strategy.scope()" in text for text in line["warned"])
         assert line["read"] == 6
         assert line["order"].startswith("RanksDisagree: how often this rank alone has read from a shuffled dataset")
     assert chief["numbers"][0] != other["numbers"][0], "replicas draw numbers of their own"

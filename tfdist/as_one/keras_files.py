@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,14 @@ def follow_the_chief() -> None:
             for callback in self.callbacks:
                 if isinstance(callback, writers):
                     _to_scratch(callback)
+        if _is_shared(self.model):
+            _agree_on_steps(self)
+        elif self.model is not None:
+            warnings.warn(
+                f"the model {self.model.name!r} was made outside of strategy.scope(): every process trains one of its "
+                "own. Build and compile it inside `with strategy.scope():`.",
+                stacklevel=2,
+            )
         for callback in backups:
             _to_real_path(callback)  # all ranks read the chief's backup
         train_begin(self, logs)
@@ -127,6 +136,22 @@ def _to_scratch(callback: Any) -> None:
 def _to_real_path(callback: Any) -> None:
     """Undo `_to_scratch`, also one that an error has left."""
     vars(callback).update(vars(callback).pop("_tfdist_real", {}))
+
+
+def _agree_on_steps(callbacks: Any) -> None:
+    for name in ("epochs", "steps"):
+        number = callbacks.params.get(name)
+        numbers = _gathered(callbacks.model.distribute_strategy, -1 if number is None else number)
+        if len(set(numbers)) == 1:
+            continue
+        told = (
+            f"fit has other numbers of {name} on other ranks: "
+            f"{', '.join(f'{number} on rank {rank}' for rank, number in enumerate(numbers))}. Give all ranks the same "
+            "data and the same batch size, the global one; each takes its part of it."
+        )
+        if name == "epochs":
+            raise RanksDisagree(told)
+        warnings.warn(told, stacklevel=2)  # right where each rank has a pipeline of its own, which ends together
 
 
 def _agree_on_epoch(model: Any, folder: Any) -> None:

@@ -33,6 +33,8 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
     def __init__(self, cluster_resolver: _Resolver | None = None, channel: Channel | None = None) -> None:
         self._channel: Channel = channel or Alone()
         super().__init__(cluster_resolver=cluster_resolver)
+        if self.cluster_resolver.task_id is None:  # one process; programs ask for its number
+            self.cluster_resolver.task_id = 0
         if self.num_replicas_in_sync > 1:
             opened_as_one(self, self._channel)
 
