@@ -103,7 +103,12 @@ def _call_number() -> tf.Tensor:
     """
     function = private_tf.dataset_function()
     element = [x for x in function.inputs if x.dtype.is_numpy_compatible] if function is not None else []
-    return tf.numpy_function(_counter(), element, tf.int64, stateful=True)
+    count = _counter()
+    _counters.append(count)  # TensorFlow keeps it only as long as the function's graph, which Keras lets go
+    return tf.numpy_function(count, element, tf.int64, stateful=True)
+
+
+_counters: list[Callable[..., np.int64]] = []
 
 
 def _counter() -> Callable[..., np.int64]:
