@@ -71,18 +71,14 @@ def follow_the_chief() -> None:
             require_shared_metrics(model)
         if _follows(model):
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, kinds.ProgbarLogger)]
-            for callback in self.callbacks:
-                if isinstance(callback, writers):
-                    _to_scratch(callback)
+            _to_scratch(self.callbacks, writers)  # TensorBoard takes its path here
         set_model(self, model)
 
     @functools.wraps(train_begin)
     def begin_on_each(self: Any, logs: Any = None) -> None:
         backups = [callback for callback in self.callbacks if isinstance(callback, kinds.BackupAndRestore)]
         if _follows(self.model):
-            for callback in self.callbacks:
-                if isinstance(callback, writers):
-                    _to_scratch(callback)
+            _to_scratch(self.callbacks, writers)  # a list that is used for a second fit got its real paths back
         if _is_shared(self.model):
             _agree_on_steps(self)
         elif self.model is not None:
@@ -96,8 +92,8 @@ def follow_the_chief() -> None:
         train_begin(self, logs)
         for callback in backups if _is_shared(self.model) else ():
             _agree_on_epoch(self.model, callback.backup_dir)
-            if _follows(self.model):
-                _to_scratch(callback)
+        if _follows(self.model):
+            _to_scratch(backups, kinds.BackupAndRestore)
 
     @functools.wraps(train_end)
     def end_together(self: Any, logs: Any = None) -> None:
@@ -120,17 +116,18 @@ def _follows(model: Any) -> bool:
     return _is_shared(model) and not model.distribute_strategy.extended.should_checkpoint
 
 
-def _to_scratch(callback: Any) -> None:
-    """Let a callback write where nobody reads, under the same names."""
-    if hasattr(callback, "_tfdist_real"):
-        return
-    callback._tfdist_real = {
-        name: value for name, value in vars(callback).items() if name.endswith(_PATHS) and isinstance(value, str | Path)
-    }
-    scratch = tempfile.mkdtemp(dir=_scratch_folder())
-    for name, value in callback._tfdist_real.items():
-        setattr(callback, name, os.path.join(scratch, os.path.abspath(value).lstrip("/")))
-        os.makedirs(os.path.dirname(getattr(callback, name)), exist_ok=True)
+def _to_scratch(callbacks: list[Any], kinds: Any) -> None:
+    """Let the callbacks of these kinds write where nobody reads, under the same names."""
+    for callback in callbacks:
+        if not isinstance(callback, kinds) or hasattr(callback, "_tfdist_real"):
+            continue
+        own = vars(callback).items()
+        callback._tfdist_real = {k: v for k, v in own if k.endswith(_PATHS) and isinstance(v, str | Path)}
+        scratch = tempfile.mkdtemp(dir=_scratch_folder())
+        for name, value in callback._tfdist_real.items():
+            path = os.path.join(scratch, os.path.abspath(value).lstrip("/"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            setattr(callback, name, path)
 
 
 def _to_real_path(callback: Any) -> None:

@@ -20,8 +20,6 @@ from tfdist.cluster.channel import Channel, require_same
 __all__ = ["watch_orders"]
 
 _COUNT = "_tfdist_times_read"
-
-
 _watched = False
 
 
