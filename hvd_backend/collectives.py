@@ -3,7 +3,9 @@
 Every function runs on all ranks, in eager mode or traced, and every rank must call the same ones in the same
 order with as many values. What each maps to:
 
-- `all_reduce`: one (grouped) allreduce per dtype on the wire; for IndexedSlices one (grouped) allgather per dtype.
+- `all_reduce`: one (grouped) allreduce per dtype on the wire; for float16 and bfloat16 one alltoall of the numbers
+  and one grouped allgather of the sums; for IndexedSlices one (grouped) allgather per dtype.
+- `adasum`: one (grouped) allreduce with Horovod's Adasum per dtype.
 - `all_gather`: one (grouped) allgather per dtype on the wire.
 - `broadcast`: one broadcast from rank 0; strings go as an allgather to which the other ranks add nothing.
 - `from_first`: one broadcast; for IndexedSlices as `all_gather`.
@@ -20,16 +22,15 @@ from horovod.tensorflow import mpi_ops
 
 from tfdist import private_tf
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "from_first", "prepare"]
+__all__ = ["adasum", "all_gather", "all_reduce", "broadcast", "from_first", "prepare"]
 
 Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
+# Horovod would add float16 in float16, where 40000 + 40000 has no mean, and bfloat16 not at all: added here.
+_HALVES = {tf.float16, tf.bfloat16}
 # Horovod adds int8, int32, int64 and three float types. Other integers are added in a type with at least as
-# many bits, which gives the same bits. Half precision is added in float32, or 40000 + 40000 would not have a
-# mean.
+# many bits, which gives the same bits.
 _ADDED_AS = {
-    tf.float16: tf.float32,
-    tf.bfloat16: tf.float32,
     tf.int8: tf.int32,
     tf.int16: tf.int32,
     tf.uint8: tf.int32,
@@ -51,7 +52,8 @@ def all_reduce(values: Sequence[Value], *, mean: bool, kind: str = "all_reduce")
     """The sum or mean over all ranks of each value, on every rank.
 
     Args:
-        values: tensors, of equal shape on all ranks, or IndexedSlices of the same dense shape.
+        values: tensors, of equal shape on all ranks, or IndexedSlices of the same dense shape. float16 and bfloat16
+            travel as they are, are added and divided in float32, and rounded once.
         mean: Divide by the number of ranks, as TensorFlow divides: the mean of integers is a float.
         kind: what it is for; a part of the collective's name in Horovod's messages and timeline.
 
@@ -66,23 +68,45 @@ def all_reduce(values: Sequence[Value], *, mean: bool, kind: str = "all_reduce")
     dense = [i for i, v in enumerate(values) if not isinstance(v, tf.IndexedSlices)]
     sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
     tensors = [tf.convert_to_tensor(values[i]) for i in dense]
-    sums = _by_dtype(
-        [_addable(tensor) for tensor in tensors],
-        kind,
-        lambda group, name: mpi_ops._allreduce(group[0], name=name, op=mpi_ops.Sum, ignore_name_scope=True),
-        lambda group, name: mpi_ops._grouped_allreduce(group, name=name, op=mpi_ops.Sum, ignore_name_scope=True),
-    )
-    for i, tensor, total in zip(dense, tensors, sums, strict=True):
-        if mean and tensor.dtype.is_floating:
-            results[i] = _from_addable(total / mpi_ops.size(), tensor.dtype)  # divided before it is halved in precision
-        else:
-            result = _from_addable(total, tensor.dtype)
-            results[i] = result / mpi_ops.size() if mean else result
+    for i, result in zip(dense, _all_reduce_tensors(tensors, mean, kind), strict=True):
+        results[i] = result
     parts = [part for i in sparse for part in (values[i].values, values[i].indices)]
     gathered = all_gather(parts, axis=0, kind=kind) if parts else []
     for i, slices, indices in zip(sparse, gathered[::2], gathered[1::2], strict=True):
         results[i] = tf.IndexedSlices(slices / mpi_ops.size() if mean else slices, indices, values[i].dense_shape)
     return results
+
+
+def adasum(tensors: Sequence[tf.Tensor], kind: str = "adasum") -> list[tf.Tensor]:
+    """Horovod's Adasum of each tensor over all ranks, on every rank.
+
+    That of two ranks' tensors a and b is (1 - a·b/(2|a|²)) a + (1 - a·b/(2|b|²)) b (Maleki et al. 2020): a if they are
+    equal, a + b if they are orthogonal, and the other one if one of them is zero. With more ranks it is that of
+    neighbours (0 and 1, 2 and 3), then that of their results, and so on. An infinite number makes NaN of the whole
+    tensor.
+
+    Args:
+        tensors: float32 or float64, of equal shape on all ranks.
+        kind: what it is for; a part of the collective's name in Horovod's messages and timeline.
+
+    Raises:
+        TypeError: a value of another dtype, or IndexedSlices.
+        ValueError: the number of ranks is not a power of two.
+    """
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise TypeError("IndexedSlices have no Adasum. Give it dense gradients: tf.convert_to_tensor(slices).")
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    for tensor in tensors:
+        if tensor.dtype not in (tf.float32, tf.float64):
+            raise TypeError(f"Adasum needs float32 or float64, not {tensor.dtype.name}. Cast it first.")
+    size = mpi_ops.size()
+    if size & (size - 1):
+        below = 1 << (size.bit_length() - 1)
+        raise ValueError(
+            f"Adasum needs a power of two of ranks, and this job has {size}. Start it with {below} or {2 * below}, or "
+            "take the mean of the gradients instead."
+        )
+    return tensors if size == 1 else _by_dtype(tensors, kind, _adasum_one, _adasum_group)
 
 
 def all_gather(values: Sequence[tf.Tensor], *, axis: int | tf.Tensor, kind: str = "all_gather") -> list[tf.Tensor]:
@@ -106,7 +130,7 @@ def all_gather(values: Sequence[tf.Tensor], *, axis: int | tf.Tensor, kind: str 
         parts,
         kind,
         lambda group, name: mpi_ops.allgather(group[0], name=name, ignore_name_scope=True),
-        lambda group, name: mpi_ops.grouped_allgather(group, name=name, ignore_name_scope=True),
+        _gather_group,
     )
     results, rest = iter(gathered[: len(tensors) - len(text)]), gathered[len(tensors) - len(text) :]
     words = (_words(lengths, raw, fronts[i]) for i, lengths, raw in zip(text, rest[::2], rest[1::2], strict=True))
@@ -137,6 +161,93 @@ def from_first(value: Value) -> Value:
     rows = tf.shape(value.indices)[0] if mpi_ops.rank() == 0 else 0
     slices, indices = all_gather([value.values[:rows], value.indices[:rows]], axis=0, kind="first")
     return tf.IndexedSlices(slices, indices, value.dense_shape)
+
+
+def _all_reduce_tensors(tensors: list[tf.Tensor], mean: bool, kind: str) -> list[tf.Tensor]:
+    results = list(tensors)
+    halves = [i for i, tensor in enumerate(tensors) if tensor.dtype in _HALVES]
+    others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _HALVES]
+    sums = _by_dtype(
+        [_addable(tensors[i]) for i in others],
+        kind,
+        lambda group, name: mpi_ops._allreduce(group[0], name=name, op=mpi_ops.Sum, ignore_name_scope=True),
+        lambda group, name: mpi_ops._grouped_allreduce(group, name=name, op=mpi_ops.Sum, ignore_name_scope=True),
+    )
+    for i, total in zip(others, sums, strict=True):
+        total = _from_addable(total, tensors[i].dtype)
+        results[i] = total / mpi_ops.size() if mean else total
+    added = _for_each_dtype([tensors[i] for i in halves], lambda group: _add_halves(group, mean, kind))
+    for i, result in zip(halves, added, strict=True):
+        results[i] = result
+    return results
+
+
+def _add_halves(tensors: list[tf.Tensor], mean: bool, kind: str) -> list[tf.Tensor]:
+    """The sums or means of tensors of one half-precision dtype, of which two bytes a number travel.
+
+    Each rank gets one part of all ranks' numbers, adds them in float32, and hands the rounded sums to the others.
+    """
+    size, dtype = mpi_ops.size(), tensors[0].dtype
+    if size == 1:
+        return tensors
+    kind = f"{kind}.{dtype.name}"
+    [mine] = _in_order([_bits(_in_parts(tensors, size))], f"{kind}.parts", _exchange)
+    parts = [tf.cast(part, tf.float32) for part in tf.unstack(tf.bitcast(mine, dtype), size)]
+    total = functools.reduce(tf.add, parts)  # in the order of the ranks
+    total = tf.cast(total / size if mean else total, dtype)
+    shapes = _shapes(tensors)
+    sums, all_shapes = _in_order([_bits(total), shapes], f"{kind}.sums", _gather_group)
+    # Horovod compares shapes itself, but has seen those of the parts only.
+    alike = tf.reduce_all(tf.reshape(all_shapes, [size, -1]) == shapes)
+    text = f"{dtype.name} tensors that are added have other shapes on another rank than here:"
+    with tf.control_dependencies([tf.debugging.Assert(alike, [text, *(tf.shape(tensor) for tensor in tensors)])]):
+        return _taken_apart(tf.bitcast(sums, dtype), tensors)
+
+
+def _in_parts(tensors: list[tf.Tensor], parts: int) -> tf.Tensor:
+    """The numbers of all tensors in so many rows, filled up with zeros."""
+    count = tf.add_n([tf.size(tensor, tf.int64) for tensor in tensors])
+    zeros = tf.zeros([-count % parts], tensors[0].dtype)
+    return tf.reshape(tf.concat([*(tf.reshape(tensor, [-1]) for tensor in tensors), zeros], 0), [parts, -1])
+
+
+def _taken_apart(flat: tf.Tensor, like: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors of the shapes of those in `like`, whose numbers come first in `flat`."""
+    sizes = tf.stack([tf.size(tensor, tf.int64) for tensor in like])
+    pieces = tf.split(flat[: tf.reduce_sum(sizes)], sizes)
+    shaped = [tf.reshape(piece, tf.shape(tensor)) for piece, tensor in zip(pieces, like, strict=True)]
+    return [tf.ensure_shape(piece, tensor.shape) for piece, tensor in zip(shaped, like, strict=True)]
+
+
+def _bits(halves: tf.Tensor) -> tf.Tensor:
+    """In a dtype of two bytes that Horovod moves."""
+    return tf.bitcast(halves, tf.uint16)
+
+
+def _shapes(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Four numbers that stand for the shapes of all tensors, to be compared between ranks."""
+    lengths = tf.concat([part for tensor in tensors for part in (tf.shape(tensor), [-1])], 0)
+    return tf.bitcast(tf.reshape(tf.fingerprint(lengths[tf.newaxis]), [4, 2]), tf.uint16)
+
+
+def _exchange(group: list[tf.Tensor], name: str) -> tf.Tensor:
+    """Row i goes to rank i, and row i comes from rank i."""
+    return mpi_ops.alltoall(group[0], name=name, ignore_name_scope=True)
+
+
+def _gather_group(group: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    return mpi_ops.grouped_allgather(group, name=name, ignore_name_scope=True)
+
+
+# On the CPU: for tensors on GPUs, Horovod with NCCL averages those of one host, and knows Adasum between hosts alone.
+def _adasum_one(group: list[tf.Tensor], name: str) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return mpi_ops._allreduce(group[0], name=name, op=mpi_ops.Adasum, ignore_name_scope=True)
+
+
+def _adasum_group(group: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    with tf.device("CPU:0"):
+        return mpi_ops._grouped_allreduce(group, name=name, op=mpi_ops.Adasum, ignore_name_scope=True)
 
 
 def _broadcast_one(group: list[tf.Tensor], name: str) -> tf.Tensor:
@@ -172,15 +283,21 @@ _Launch: TypeAlias = Callable[[list[tf.Tensor], str], "tf.Tensor | list[tf.Tenso
 
 def _by_dtype(tensors: Sequence[tf.Tensor], kind: str, single: _Launch, grouped: _Launch) -> list[tf.Tensor]:
     """Launch one collective per dtype: Horovod groups tensors of one dtype only."""
+
+    def launch(group: list[tf.Tensor]) -> list[tf.Tensor]:
+        return _in_order(group, f"{kind}.{group[0].dtype.name}", single if len(group) == 1 else grouped)
+
+    return _for_each_dtype(tensors, launch)
+
+
+def _for_each_dtype(tensors: Sequence[tf.Tensor], fn: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """What `fn` makes of the tensors of one dtype, for each dtype."""
     groups: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(i)
     results: list[tf.Tensor] = [None] * len(tensors)
-    for dtype, members in groups.items():
-        group = [tensors[i] for i in members]
-        launch = single if len(group) == 1 else grouped
-        outputs = _in_order(group, f"{kind}.{dtype.name}", launch)
-        for i, output in zip(members, outputs, strict=True):
+    for members in groups.values():
+        for i, output in zip(members, fn([tensors[i] for i in members]), strict=True):
             results[i] = output
     return results
 

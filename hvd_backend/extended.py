@@ -117,6 +117,22 @@ class HorovodExtended(private_tf.CollectiveAllReduceExtended):
             return values
         return collectives.all_reduce(values, mean=reduce_op == _MEAN, kind=kind)
 
+    @tf.autograph.experimental.do_not_convert
+    def adasum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Horovod's Adasum of each tensor over all replicas. Call it inside a replica, in `strategy.run`.
+
+        Args:
+            tensors: gradients in float32 or float64, of equal shape on all replicas.
+
+        Returns:
+            The combined tensors, the same on all replicas; with one replica the tensors themselves.
+
+        Raises:
+            TypeError: a tensor of another dtype, or IndexedSlices.
+            ValueError: the number of replicas is not a power of two.
+        """
+        return collectives.adasum(tensors)
+
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
         return self._batch_gather_to([(value, destinations)], axis, options)[0]
 

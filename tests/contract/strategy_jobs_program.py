@@ -79,10 +79,18 @@ def sizes():
         v.assign(tf.stack([number, 1.0]))
         return context.all_gather(tf.fill([context.replica_id_in_sync_group + 1], number), axis=0)
 
+    def adasum():
+        try:
+            return strategy.run(lambda: strategy.extended.adasum([tf.ones([2])]))[0].numpy().tolist()
+        except ValueError as error:
+            return str(error)
+
     gathered = strategy.run(fn)
     say(
         size=size,
         mean=strategy.reduce("MEAN", tf.constant([rank, 1]), axis=None).numpy().tolist(),
+        halves=strategy.reduce("MEAN", tf.constant([40000, rank, 1, 3], tf.float16), axis=None).numpy().tolist(),
+        adasum=adasum(),
         gathered=gathered.numpy().tolist(),
         variable=v.numpy().tolist(),
         text=text.numpy().astype(str).tolist(),
@@ -170,6 +178,110 @@ def collectives():
     train(tf.constant(np.ones([2, 2]), tf.float32))
     counts = {graph.name: dict(kinds) for graph, kinds in private_tf._collectives_of.items()}
     say(train=counts["train"], steps=optimizer.iterations.numpy().item())
+
+
+def ways(fn, inputs):
+    """What `fn` gives on the replicas: eagerly, traced, traced for shapes of any length, and in a traced loop."""
+
+    def run(*inputs):
+        return strategy.run(fn, args=inputs)
+
+    def loop(*inputs):
+        outputs = [tf.zeros_like(x) for x in inputs]
+        for _ in tf.range(3):
+            outputs = run(*inputs)
+        return outputs
+
+    unknown = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in inputs]
+    yield "eager", run(*inputs)
+    yield "traced", tf.function(run)(*inputs)
+    yield "any shape", tf.function(run, input_signature=unknown)(*inputs)
+    yield "loop", tf.function(loop)(*inputs)
+
+
+def inputs_of(number, dtype):
+    import numpy as np
+
+    generator = np.random.default_rng(number)
+    shapes = [(), (0,), (5,), (2, 3), (1, 4, 2)]
+    return [tf.cast(generator.normal(size=shape) * 100, dtype) for shape in shapes]
+
+
+def halves():
+    """Sums and means of half precision, as bits: added in float32, then rounded."""
+    wrong = []
+    for dtype, op in ((tf.float16, "MEAN"), (tf.bfloat16, "SUM")):
+        wide = [[tf.cast(x, tf.float32) for x in inputs_of(r, dtype)] for r in range(size)]
+        sums = [tf.add_n(values) for values in zip(*wide, strict=True)]
+        expected = [tf.cast(x / size if op == "MEAN" else x, dtype) for x in sums]
+
+        def fn(*inputs, op=op):
+            return tf.distribute.get_replica_context().all_reduce(op, list(inputs))
+
+        for way, got in ways(fn, inputs_of(rank, dtype)):
+            for x, y in zip(got, expected, strict=True):
+                if (x.dtype, x.shape, x.numpy().tobytes()) != (y.dtype, y.shape, y.numpy().tobytes()):
+                    wrong.append([dtype.name, op, way, str(x), str(y)])
+    return {"wrong": wrong, "travels": traced_collectives(), "told": told()}
+
+
+def traced_collectives():
+    def step(*values):
+        return strategy.reduce("SUM", list(values), axis=None)
+
+    graph = tf.function(step).get_concrete_function(*inputs_of(rank, tf.bfloat16)).graph
+    calls = [op for op in graph.get_operations() if op.type.startswith("Horovod")]
+    return [[op.type, op.get_attr("T").name] for op in calls]
+
+
+def told():
+    """What ranks with other shapes hear: with parts of equal and of other sizes."""
+    errors = []
+    for shape in ([2 + rank, 3 - rank], [2 + 6 * rank]):
+        try:
+            strategy.reduce("SUM", tf.ones(shape, tf.float16), axis=None)
+        except tf.errors.OpError as error:
+            errors.append(str(error))
+    return errors
+
+
+def adasum_of(a, b):
+    import numpy as np
+
+    dot, a_squared, b_squared = np.sum(a * b), np.sum(a * a), np.sum(b * b)
+    return (1 - dot / (2 * a_squared or 1)) * a + (1 - dot / (2 * b_squared or 1)) * b
+
+
+def adasum():
+    import numpy as np
+
+    def fn(*inputs):
+        return strategy.extended.adasum(list(inputs))
+
+    def one(value, dtype="float32"):
+        return strategy.run(fn, args=(tf.constant(value, dtype),))[0].numpy().tolist()
+
+    said = {"equal": one([1, 2]), "orthogonal": one([1 - rank, 3 * rank]), "zero": one([rank, 2 * rank])}
+    said["zeros"], said["angle"] = one([0, 0]), one([2, 2 * rank], "float64")
+    worst = 0.0
+    for dtype in (tf.float32, tf.float64):
+        expected = [
+            adasum_of(x.numpy(), y.numpy()) for x, y in zip(*(inputs_of(r, dtype) for r in (0, 1)), strict=True)
+        ]
+        for _, got in ways(fn, inputs_of(rank, dtype)):
+            for x, y in zip(got, expected, strict=True):
+                worst = max(worst, float(np.max(abs(x - y), initial=0) / np.finfo(x.dtype.as_numpy_dtype).eps))
+    said["worst"] = worst
+    for bad in (tf.constant(1.0, tf.bfloat16), tf.IndexedSlices(tf.constant([1.0]), [0], [2])):
+        try:
+            fn(bad)
+        except TypeError as error:
+            said[type(bad).__name__] = str(error)
+    return said
+
+
+def halves_and_adasum():
+    say(halves=halves(), adasum=adasum())
 
 
 def files():

@@ -28,6 +28,8 @@ def test_sizes(ranks):
     assert first["gathered"] == [float(r) for r in range(ranks) for _ in range(r + 1)]
     assert first["variable"] == [sum(range(ranks)), ranks]
     assert first["mean"] == ([0, 1] if ranks == 1 else [1.0, 1.0])
+    assert first["halves"] == [40000, 0 if ranks == 1 else 1, 1, 3]
+    assert first["adasum"] == [1, 1] if ranks == 1 else "power of two of ranks, and this job has 3" in first["adasum"]
     assert first["predicted"] == 11
     assert first["text"] == ["a", "0"]
     assert first["threads"] >= 1
@@ -91,6 +93,28 @@ def test_a_keras_step_is_one_collective():
     lines = said(run_mpi(2, PROGRAM, "horovod", "collectives").check().output)
     assert [line["train"] for line in lines] == [{"reduce.float32": 1}] * 2
     assert [line["steps"] for line in lines] == [1, 1]
+
+
+def test_half_precision_and_adasum():
+    lines = said(run_mpi(2, PROGRAM, "horovod", "halves_and_adasum").check().output)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["halves"]["wrong"] == []
+        # Five tensors together, in two bytes a number.
+        assert line["halves"]["travels"] == [["HorovodAlltoall", "uint16"], ["HorovodGroupedAllgather", "uint16"]]
+        same_size, other_size = line["halves"]["told"]
+        assert "float16 tensors that are added have other shapes on another rank than here" in same_size
+        assert "Mismatched ALLTOALL tensor shapes" in other_size
+        adasum = line["adasum"]
+        assert adasum["equal"] == [1, 2]
+        assert adasum["orthogonal"] == [1, 3]
+        assert adasum["zero"] == [1, 2]
+        assert adasum["zeros"] == [0, 0]
+        # a = (2, 0), b = (2, 2): a·b = 4, |a|² = 4, |b|² = 8.
+        assert adasum["angle"] == [0.5 * 2 + 0.75 * 2, 0.75 * 2]
+        assert adasum["worst"] < 1000  # units in the last place of 1, of numbers up to 300
+        assert "float32 or float64, not bfloat16" in adasum["EagerTensor"]
+        assert "tf.convert_to_tensor" in adasum["IndexedSlices"]
 
 
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
