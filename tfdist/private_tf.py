@@ -7,14 +7,16 @@ private. `as_one` replaces others at run time. `tests/unit/test_private_tf.py` n
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
-from tensorflow.python.data.ops import random_op
+from tensorflow.python.data.ops import multi_device_iterator_ops, random_op
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
@@ -52,6 +54,7 @@ __all__ = [
     "saved_model_save",
     "select_replica",
     "simple_broadcast",
+    "untuned_device_datasets",
 ]
 
 # For the strategy:
@@ -65,6 +68,8 @@ __all__ = [
 #   mark_as_unsaveable: a traced function with collectives must not go into a SavedModel.
 #   regroup, select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
 #   simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
+# For input pipelines:
+#   multi_device_iterator_ops: the datasets that MirroredStrategy puts on each device. Options do not reach them.
 # For several processes as one (tfdist/as_one):
 #   DistributedDataset, ShuffleDataset: where ranks start to read together, and what has a new order each time. The
 #     public class is an interface.
@@ -97,6 +102,7 @@ HOOKS = {
     ShuffleDataset: ("_inputs",),
     data_random_seed: ("get_seed",),
     gen_random_ops: ("random_shuffle",),
+    multi_device_iterator_ops: ("_create_device_dataset",),
     random_op: ("_random",),
     random_seed: ("get_seed",),
     saved_model_save: ("save_and_return_nodes",),
@@ -120,6 +126,27 @@ def dataset_function() -> tf.Graph | None:
     while graph is not None and not str(getattr(graph, "name", "")).startswith("Dataset_"):
         graph = getattr(graph, "outer_graph", None)
     return graph
+
+
+@contextlib.contextmanager
+def untuned_device_datasets() -> Iterator[None]:
+    """While iterators over several devices are made inside, their parts on the devices are not tuned.
+
+    There is nothing to tune in them. But such an iterator, when it is deleted, waits for the tuning thread's next
+    round, which comes after up to a minute.
+    """
+    original = multi_device_iterator_ops._create_device_dataset
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+
+    def create(*args: Any, **kwargs: Any) -> tf.data.Dataset:
+        return original(*args, **kwargs).with_options(untuned)
+
+    multi_device_iterator_ops._create_device_dataset = create
+    try:
+        yield
+    finally:
+        multi_device_iterator_ops._create_device_dataset = original
 
 
 _collectives_of: MutableMapping[tf.Graph, dict[str, int]] = WeakKeyDictionary()

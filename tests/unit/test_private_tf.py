@@ -6,6 +6,7 @@ import ast
 import importlib
 from pathlib import Path
 
+import pytest
 import tensorflow as tf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,35 @@ def test_xla_is_noticed():
     tf.function(note).get_concrete_function(tf.constant(1.0))
     tf.function(note, jit_compile=True).get_concrete_function(tf.constant(1.0))
     assert seen == [False, True]
+
+
+def test_datasets_on_devices_are_tuned_again_afterwards():
+    from tfdist.private_tf import multi_device_iterator_ops, untuned_device_datasets
+
+    original = multi_device_iterator_ops._create_device_dataset
+    with untuned_device_datasets():
+        assert multi_device_iterator_ops._create_device_dataset is not original
+    assert multi_device_iterator_ops._create_device_dataset is original
+    with pytest.raises(ValueError, match="falling"), untuned_device_datasets():
+        raise ValueError("the sky is falling")
+    assert multi_device_iterator_ops._create_device_dataset is original
+
+
+def test_datasets_on_devices_are_not_tuned_inside(monkeypatch):
+    from tfdist.private_tf import multi_device_iterator_ops, untuned_device_datasets
+
+    given = []
+
+    def create(*arguments):
+        given.append(arguments)
+        return tf.data.Dataset.range(3)
+
+    monkeypatch.setattr(multi_device_iterator_ops, "_create_device_dataset", create)
+    with untuned_device_datasets():
+        made = multi_device_iterator_ops._create_device_dataset("prototype", 1)
+    assert given == [("prototype", 1)]
+    assert made.options().autotune.enabled is False
+    assert list(made.as_numpy_iterator()) == [0, 1, 2]
 
 
 def test_private_names_are_nowhere_else():
