@@ -12,16 +12,29 @@ if TYPE_CHECKING:
     from tfdist.config import Settings
     from tfdist.errors import TfdistError, UsageError
     from tfdist.strategies.session import strategy
+    from tfdist.training.actions import Moment
     from tfdist.training.replica import Replica
     from tfdist.training.report import Report
     from tfdist.training.task import Task
     from tfdist.training.trainer import Trainer
 
-__all__ = ["Replica", "Report", "Settings", "Task", "TfdistError", "Trainer", "UsageError", "__version__", "strategy"]
+__all__ = [
+    "Moment",
+    "Replica",
+    "Report",
+    "Settings",
+    "Task",
+    "TfdistError",
+    "Trainer",
+    "UsageError",
+    "__version__",
+    "strategy",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Moment": "tfdist.training.actions",
     "Replica": "tfdist.training.replica",
     "Report": "tfdist.training.report",
     "Settings": "tfdist.config",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import check_backend
 
-__all__ = ["Settings", "TrainCommand", "learning_rate"]
+__all__ = ["CheckCommand", "Settings", "TrainCommand", "learning_rate"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,17 +28,84 @@ class Settings:
     steps: int | None = None
     """Training steps in all, instead of epochs."""
     global_batch_size: int | None = None
-    """Examples per step over all replicas. Unset: what the task says, whatever the number of replicas."""
-    learning_rate: float | None = None
-    """Base learning rate. Unset: what the task says."""
+    """Examples over all replicas that are worked on at a time, whatever the number of replicas; one step, or a part
+    of one (see accumulate). Unset: what the task says."""
+    accumulate: int = 1
+    """Global batches in one step. Their gradients add up, and one update sees them all."""
     seed: int = 0
-    """Seed of the initial weights and of the order of the examples."""
+    """Seed of the initial weights, of the order of the examples, of dropout and of augmentation."""
     shuffle_buffer: int = 100_000
     """Examples that shuffling mixes at a time; 0 keeps the dataset's order."""
-    steps_per_chunk: int = 10
-    """Steps between two moments at which the trainer logs, evaluates and reacts."""
+
+    learning_rate: float | None = None
+    """Base learning rate. Unset: what the task says."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Factor on the learning rate: 1, the number of replicas, or its square root."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from the end of the warm-up, towards 0 after the run's last step."""
+    warmup_steps: int | None = None
+    """Steps over which the factor of lr_scaling is reached."""
+    warmup_epochs: int | None = None
+    """The same in epochs."""
+    warmup_from_zero: bool = False
+    """Warm up from 0 instead of from the base learning rate."""
+
+    loss_reduction: Literal["weighted_mean", "sum_over_batch"] = "weighted_mean"
+    """What the sum of weight·loss is divided by: the sum of the weights, or the number of losses."""
+    clip_value: float | None = None
+    """Clip each element of the reduced gradient to ± this value."""
+    clip_norm: float | None = None
+    """Clip the reduced gradient of each variable to this norm."""
+    clip_global_norm: float | None = None
+    """Clip the reduced gradients together to this norm."""
+    weight_decay: float | None = None
+    """Subtract learning rate · this · weight at each update, in place of the optimizer's own. Unset: what that is."""
+    weight_decay_exclude: tuple[str, ...] = ()
+    """Leave weights out of the decay whose path holds one of these words, such as bias or gamma."""
+    ema: float | None = None
+    """Momentum of an exponential moving average of the weights, which evaluation then uses."""
+    nan_policy: Literal["stop", "skip", "ignore"] = "stop"
+    """What to do in a step whose loss or gradient is not finite: stop on all ranks, leave the step out, or apply."""
+
+    precision: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type in which layers compute (variables stay float32); float16 scales the loss dynamically."""
+    loss_scale: float = 32768.0
+    """First loss scale of float16; an overflow anywhere skips the step and halves it."""
+    loss_scale_growth: int = 2000
+    """Steps without overflow after which the loss scale doubles."""
+    jit: bool = False
+    """Compile each replica's part of the step with XLA; what goes over the network stays outside."""
+    batch_norm: Literal["model", "local", "sync"] = "model"
+    """Statistics of BatchNormalization: as the model says, of each replica's rows, or of all replicas' rows."""
+    sparse: Literal["dense", "gather"] = "dense"
+    """Gradients of embeddings: made dense and summed, or their rows gathered from all replicas."""
+    compression: Literal["none", "float16", "bfloat16"] = "none"
+    """Type in which gradients travel between replicas."""
+    reduction: Literal["sum", "adasum"] = "sum"
+    """How gradients of replicas are combined; adasum on horovod only."""
+
     validate_every: int = 1
     """Evaluate after every so many epochs, and always at the end; 0: only at the end."""
+    monitor: str | None = None
+    """What patience, plateau_patience and restore_best look at, as split/metric. Unset: the loss of the first
+    evaluated split."""
+    monitor_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether less or more of it is better; auto knows losses, errors, accuracies and the like by their name."""
+    min_delta: float = 0.0
+    """What counts as better must be better by more than this."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row that were not better."""
+    plateau_patience: int | None = None
+    """Multiply the learning rate by plateau_factor after so many evaluations in a row that were not better."""
+    plateau_factor: float = 0.1
+    """See plateau_patience."""
+    restore_best: bool = False
+    """End with the weights of the best evaluation."""
+
+    quiet: bool = False
+    """Print nothing but errors."""
+    steps_per_chunk: int = 10
+    """Steps between two moments at which the trainer logs, evaluates and reacts."""
     intra_op_threads: int | None = None
     """Threads of one TensorFlow operation. Unset: usable cores // replicas on this host, at least 1."""
 
@@ -50,23 +119,104 @@ class Settings:
         return cls(**settings)
 
     def __post_init__(self) -> None:
+        kinds = typing.get_type_hints(Settings)
         for field in dataclasses.fields(Settings):
-            _of_type(field.name, getattr(self, field.name), str(field.type))
+            _of_kind(field.name, getattr(self, field.name), kinds[field.name])
         check_backend(self.backend)
-        for name in ("replicas", "epochs", "steps", "global_batch_size", "steps_per_chunk", "intra_op_threads"):
-            _at_least(name, getattr(self, name), 1)
-        limits = {"global_batch_size": 2**31 - 1, "steps_per_chunk": 2**31 - 1, "intra_op_threads": 1024}
-        for name, most in limits.items():
-            if (getattr(self, name) or 0) > most:
-                raise UsageError(f"{name}={getattr(self, name)} must be {most} or less.")
-        for name in ("seed", "shuffle_buffer", "validate_every"):
-            _at_least(name, getattr(self, name), 0)
-        if self.epochs is not None and self.steps is not None:
-            raise UsageError(f"epochs={self.epochs} and steps={self.steps} are both set. Leave one of them out.")
-        if self.seed >= 2**32:
-            raise UsageError(f"seed={self.seed} must be below 2**32.")
+        for name, (least, most) in _LIMITS.items():
+            _within(name, getattr(self, name), least, most)
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name}={value!r} must be a finite number above 0.")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < high:
+                raise UsageError(f"{name}={value!r} must be at least {low} and below {high}.")
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
+        self._no_contradictions()
+
+    def _no_contradictions(self) -> None:
+        """Refuse settings that do not go together, with the reason."""
+        for names, reason in _EXCLUSIVE:
+            given = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise UsageError(f"{' and '.join(given)} are both set, but {reason}. Leave one of them out.")
+        watches = (self.monitor, self.patience, self.plateau_patience, self.restore_best or None)
+        scaled = self.precision == "float16"
+        partners = {
+            "weight_decay_exclude": (self.weight_decay is not None, "weight_decay"),
+            "warmup_from_zero": (self._warms_up, "warmup_steps or warmup_epochs"),
+            "loss_scale": (scaled, "precision='float16'"),
+            "loss_scale_growth": (scaled, "precision='float16'"),
+            "plateau_factor": (self.plateau_patience is not None, "plateau_patience"),
+            "min_delta": (any(watches), "patience, plateau_patience or restore_best"),
+            "monitor_mode": (any(watches), "patience, plateau_patience or restore_best"),
+        }
+        for name, (has_partner, partner) in partners.items():
+            if getattr(self, name) != getattr(Settings, name) and not has_partner:
+                raise UsageError(f"{name}={getattr(self, name)!r} has no effect without {partner}. Set that, too.")
+        for name in ("patience", "plateau_patience", "restore_best"):
+            if getattr(self, name) and self.validate_every == 0:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} compares evaluations, and validate_every=0 leaves one, at the end. "
+                    "Set validate_every to 1 or more."
+                )
+        if self.reduction == "adasum":
+            if self.backend not in (None, "horovod"):
+                raise UsageError(
+                    f"reduction='adasum' is Horovod's, and backend={self.backend!r} does not have it. Use "
+                    "backend='horovod' under mpirun, or leave it out."
+                )
+            for name, none in (("compression", "none"), ("sparse", "dense")):
+                if getattr(self, name) != none:
+                    raise UsageError(
+                        f"reduction='adasum' and {name}={getattr(self, name)!r} do not go together: Adasum needs whole "
+                        f"gradients in full precision. Leave one of them out."
+                    )
+        if self.sparse == "gather" and self.accumulate > 1:
+            raise UsageError(
+                f"sparse='gather' and accumulate={self.accumulate} do not go together: gradients add up in dense "
+                "form. Leave one of them out."
+            )
+
+    @property
+    def _warms_up(self) -> bool:
+        return self.warmup_steps is not None or self.warmup_epochs is not None
+
+
+_LIMITS: dict[str, tuple[int, int]] = {
+    "replicas": (1, 2**31 - 1),
+    "epochs": (1, 2**63 - 1),
+    "steps": (1, 2**63 - 1),
+    "global_batch_size": (1, 2**31 - 1),
+    "accumulate": (1, 2**31 - 1),
+    "warmup_steps": (0, 2**31 - 1),
+    "warmup_epochs": (0, 2**31 - 1),
+    "loss_scale_growth": (1, 2**31 - 1),
+    "patience": (1, 2**31 - 1),
+    "plateau_patience": (1, 2**31 - 1),
+    "steps_per_chunk": (1, 2**31 - 1),
+    "intra_op_threads": (1, 1024),
+    "seed": (0, 2**32 - 1),
+    "shuffle_buffer": (0, 2**63 - 1),
+    "validate_every": (0, 2**31 - 1),
+}
+_POSITIVE = ("clip_value", "clip_norm", "clip_global_norm", "loss_scale", "plateau_factor")
+_RANGES: dict[str, tuple[float, float]] = {
+    "weight_decay": (0.0, math.inf),
+    "ema": (0.0, 1.0),
+    "plateau_factor": (0.0, 1.0),
+    "min_delta": (0.0, math.inf),
+}
+_EXCLUSIVE = [
+    (("epochs", "steps"), "each says when to end"),
+    (("clip_value", "clip_norm"), "gradients are clipped in one way"),
+    (("clip_value", "clip_global_norm"), "gradients are clipped in one way"),
+    (("clip_norm", "clip_global_norm"), "gradients are clipped in one way"),
+    (("warmup_steps", "warmup_epochs"), "each says how long to warm up"),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,24 +233,60 @@ class TrainCommand(Settings):
     """Print the resolved cluster and what was set for it."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """The command line of `tfdist check`."""
+
+    backends: tuple[str, ...] = ()
+    """Backends to check. Unset: all that work on this machine."""
+    replicas: tuple[int, ...] = (2,)
+    """Numbers of replicas; one_device, the reference, has one."""
+    cases: tuple[str, ...] = ()
+    """Cases to run, by the beginning of their names. Unset: all."""
+    json: Path | None = None
+    """Write all values to this JSON file."""
+    list: bool = False
+    """Say what the cases are and what their numbers mean, and run nothing."""
+
+    def __post_init__(self) -> None:
+        for name in self.backends:
+            check_backend(name)
+        for count in self.replicas:
+            _within("replicas", count, 1, 64)
+
+
 def learning_rate(value: Any) -> float:
     """The learning rate, checked. Raises UsageError unless it is a finite number, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"learning_rate={value!r} must be a finite number, 0 or more.")
     return float(value)
 
 
-def _of_type(name: str, value: Any, annotation: str) -> None:
-    """Check a value against the annotation of its field, such as `int | None`; flags are checked before."""
-    kinds = {"int": (int, "a whole number"), "float": (int | float, "a number"), "str": (str, "text")}
-    allowed, _, none = annotation.partition(" | ")
-    if value is None and none:
+def _of_kind(name: str, value: Any, kind: Any) -> None:
+    """Check a value against the type of its field; flags are checked before."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            near = closest(value, choices) if isinstance(value, str) else ""
+            raise UsageError(f"{name}={value!r} must be one of {', '.join(choices)}.{near}")
         return
-    kind, words = kinds[allowed]
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
+            raise UsageError(f"{name}={value!r} must be a tuple of words.")
+        return
+    parts: tuple[Any, ...] = typing.get_args(kind) or (kind,)
+    if value is None and type(None) in parts:
+        return
+    words = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}[parts[0]]
+    fits = isinstance(value, int | float if parts[0] is float else parts[0])
+    if not fits or (isinstance(value, bool) and parts[0] is not bool):
         raise UsageError(f"{name}={value!r} must be {words}.")
 
 
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
+def _within(name: str, value: float | None, least: float, most: float) -> None:
+    if value is None:
+        return
+    if not value >= least:
         raise UsageError(f"{name}={value} must be {least} or more.")
+    if not value <= most:
+        raise UsageError(f"{name}={value} must be {most} or less.")

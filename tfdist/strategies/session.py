@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import runtime
 from tfdist.cluster.channel import Alone, Channel, open_mpi, together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.errors import EnvironmentProblem
-from tfdist.strategies.table import Place, check_backend, open_strategy, resolve
+from tfdist.strategies.table import BACKENDS, Place, check_backend, open_strategy, resolve
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -28,6 +29,13 @@ class Session:
     identity: Identity
     channel: Channel
     intra_op_threads: int
+    adasum: Callable[[list[Any]], list[Any]] | None = None
+    """Combines gradients of all replicas by Adasum, inside a replica; None where the backend has no such thing."""
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether a collective must have the same shapes in all steps of a compiled loop."""
+        return BACKENDS[self.backend].fixed_shapes
 
     @property
     def is_chief(self) -> bool:
@@ -83,7 +91,8 @@ def open_session(backend: str | None, replicas: int | None, intra_op_threads: in
             return _sessions[name, local]
         _set_threads(threads, local)
         strategy = open_strategy(name, Place(identity, channel, local, threads))
-        session = Session(name, strategy, identity, channel, threads)
+        adasum = strategy.extended.adasum if BACKENDS[name].adasum else None
+        session = Session(name, strategy, identity, channel, threads, adasum)
         _sessions[name, local] = session
         return session
 

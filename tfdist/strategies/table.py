@@ -36,11 +36,17 @@ class Backend:
     """`module:function`; the function takes a `Place` and returns a strategy."""
     processes: bool
     """Whether it spans several processes, each with one replica, or one process with several replicas."""
+    adasum: bool = False
+    """Whether its `strategy.extended` has `adasum`."""
+    fixed_shapes: bool = False
+    """Whether a collective in a compiled loop must have the same shapes in every round (TensorFlow keeps the first)."""
 
 
 BACKENDS = {
-    "horovod": Backend("tfdist.strategies.horovod:open_horovod", processes=True),
-    "multi_worker_mirrored": Backend("tfdist.strategies.multi_worker:open_multi_worker", processes=True),
+    "horovod": Backend("tfdist.strategies.horovod:open_horovod", processes=True, adasum=True),
+    "multi_worker_mirrored": Backend(
+        "tfdist.strategies.multi_worker:open_multi_worker", processes=True, fixed_shapes=True
+    ),
     "mirrored": Backend("tfdist.strategies.native:open_mirrored", processes=False),
     "one_device": Backend("tfdist.strategies.native:open_one_device", processes=False),
 }

@@ -24,30 +24,36 @@ class Plan:
     global_batch_size: int
     examples: int | None
     threads: int
+    accumulate: int = 1
 
     def headline(self) -> str:
         """One line for the start of a run."""
         replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
         examples = "endless examples" if self.examples is None else f"{self.examples} examples"
+        size = str(self.global_batch_size) if self.accumulate == 1 else f"{self.accumulate} × {self.global_batch_size}"
         return (
-            f"training on {self.backend}, {replicas}: {self.steps} steps of {self.global_batch_size} examples "
+            f"training on {self.backend}, {replicas}: {self.steps} steps of {size} examples "
             f"({examples}), {self.threads} intra-op thread(s)"
         )
+
+    def epoch(self, step: int) -> int | None:
+        """The epoch that a step belongs to, from 1; None where epochs cannot be counted."""
+        return -(-step // self.steps_per_epoch) if self.steps_per_epoch else None
 
     def position(self, step: int) -> str:
         """Where a step is, as in `epoch 2/10 step 46/230`."""
         if not self.steps_per_epoch:
             return f"step {step}/{self.steps}"
-        epoch, epochs = -(-step // self.steps_per_epoch), -(-self.steps // self.steps_per_epoch)
-        return f"epoch {epoch}/{epochs} step {step}/{self.steps}"
+        return f"epoch {self.epoch(step)}/{self.epoch(self.steps)} step {step}/{self.steps}"
 
 
 class Console(Protocol):
     """Where a run is shown."""
 
     def begin(self, plan: Plan) -> None: ...
-    def progress(self, step: int, loss: float, examples_per_second: float) -> None: ...
+    def progress(self, step: int, loss: float, examples_per_second: float, learning_rate: float) -> None: ...
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None: ...
+    def note(self, message: str) -> None: ...
     def end(self, message: str) -> None: ...
     def close(self) -> None: ...
 
@@ -58,10 +64,13 @@ class SilentConsole:
     def begin(self, plan: Plan) -> None:
         pass
 
-    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+    def progress(self, step: int, loss: float, examples_per_second: float, learning_rate: float) -> None:
         pass
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        pass
+
+    def note(self, message: str) -> None:
         pass
 
     def end(self, message: str) -> None:
@@ -84,17 +93,21 @@ class LineConsole:
         self._plan = plan
         print(plan.headline(), flush=True)
 
-    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+    def progress(self, step: int, loss: float, examples_per_second: float, learning_rate: float) -> None:
         assert self._plan is not None
         now = self._clock()
         if now < self._next and step < self._plan.steps:
             return
         self._next = now + self._interval
-        print(f"{self._plan.position(step)}  loss {loss:.4g}  {examples_per_second:.0f} examples/s", flush=True)
+        rates = f"learning rate {learning_rate:.4g}  {examples_per_second:.0f} examples/s"
+        print(f"{self._plan.position(step)}  loss {loss:.4g}  {rates}", flush=True)
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
         assert self._plan is not None
         print(f"{self._plan.position(step)}  {split}: {numbers(metrics)}", flush=True)
+
+    def note(self, message: str) -> None:
+        print(message, flush=True)
 
     def end(self, message: str) -> None:
         print(message, flush=True)
@@ -124,19 +137,22 @@ class BarConsole:
         self._bar.print(plan.headline(), highlight=False, soft_wrap=True)
         self._bar.update(self._task, total=plan.steps, description="first step", visible=True)
 
-    def progress(self, step: int, loss: float, examples_per_second: float) -> None:
+    def progress(self, step: int, loss: float, examples_per_second: float, learning_rate: float) -> None:
         assert self._plan is not None
         position = self._plan.position(step).partition(" step")[0]
         self._bar.update(
             self._task,
             completed=step,
-            description=f"{position}  loss {loss:.4g}",
+            description=f"{position}  loss {loss:.4g}  lr {learning_rate:.3g}",
             rate=f"{examples_per_second:.0f} examples/s",
         )
 
     def evaluated(self, step: int, split: str, metrics: dict[str, float]) -> None:
         assert self._plan is not None
         self._bar.print(f"{self._plan.position(step)}  {split}: {numbers(metrics)}", highlight=False, soft_wrap=True)
+
+    def note(self, message: str) -> None:
+        self._bar.print(message, highlight=False, soft_wrap=True)
 
     def end(self, message: str) -> None:
         self.close()

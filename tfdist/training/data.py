@@ -13,13 +13,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import private_tf
 from tfdist.cluster.causes import cause_of
 from tfdist.errors import UsageError
+from tfdist.training.randomness import refuse_stateful
 from tfdist.training.task import Task
 
 __all__ = ["Examples", "load_examples", "row_count", "with_a_row"]
 
 Batches = Iterator[Any]
+Augment = Callable[[Any, tf.Tensor], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Examples:
     dataset: tf.data.Dataset
     size: int | None
     """Number of examples; None where the dataset never ends, or was not counted."""
+    counted: bool = True
+    """Whether the size is known, be it that there is no end."""
+    tuned: bool = True
+    """Whether TensorFlow tunes the pipeline while it runs. It makes no difference to arrays."""
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Global batches in one pass, the last one possibly smaller."""
@@ -37,12 +44,19 @@ class Examples:
         return -(-self.size // global_batch_size)
 
     def training_batches(
-        self, strategy: tf.distribute.Strategy, *, global_batch_size: int, seed: int, shuffle_buffer: int
+        self,
+        strategy: tf.distribute.Strategy,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shuffle_buffer: int,
+        augment: Augment | None = None,
     ) -> Batches:
         """An endless iterator over the replicas' pieces of the global batches, epoch after epoch.
 
         Each epoch is shuffled by (seed, epoch) through a buffer of `shuffle_buffer` examples (0: not at all), and cut
-        into global batches by itself.
+        into global batches by itself. `augment` then changes the examples of each piece, with a seed that belongs to
+        the example's place in the run.
         """
 
         def epoch(index: tf.Tensor) -> tf.data.Dataset:
@@ -52,16 +66,20 @@ class Examples:
                 both = tf.stack([tf.constant(seed, tf.int64), index])
                 mixed = tf.random.stateless_uniform([], both, minval=1, maxval=2**31 - 1, dtype=tf.int64)
                 examples = examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
+            if augment is not None:
+                places = tf.data.Dataset.counter().map(lambda i: tf.stack([index, i]))
+                return tf.data.Dataset.zip(places, examples).batch(global_batch_size)
             return examples.batch(global_batch_size)
 
         # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
         # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
         tf.random.set_seed(1)
-        return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch))
+        change = None if augment is None else _augmented(augment, seed, self.dataset.element_spec)
+        return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch), change, tuned=self.tuned)
 
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
         """The replicas' pieces of the global batches in the dataset's order."""
-        return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat())
+        return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat(), tuned=self.tuned)
 
 
 def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str], None]) -> Examples:
@@ -75,7 +93,8 @@ def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str]
         UsageError: the split is empty or has a wrong structure, or its first examples cannot be read.
     """
     source = task.dataset(split)
-    if not isinstance(source, tf.data.Dataset):
+    tuned = isinstance(source, tf.data.Dataset)
+    if not tuned:
         source = _from_arrays(split, source)
     if not isinstance(source.element_spec, tuple) and type(task).train_step is Task.train_step:
         raise UsageError(
@@ -88,11 +107,11 @@ def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str]
     size = int(source.cardinality())
     if size == tf.data.UNKNOWN_CARDINALITY and count:
         notice(
-            f"counting the examples of split {split!r}: its dataset does not know its size. To leave this out, set "
-            "steps, or use tf.data.experimental.assert_cardinality."
+            f"counting the examples of split {split!r}: its dataset does not know its size. To leave this out, "
+            "use tf.data.experimental.assert_cardinality, or set steps (without accumulate)."
         )
         size = int(source.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
-    return Examples(split, source, size if size > 0 else None)
+    return Examples(split, source, size if size > 0 else None, counted=size != tf.data.UNKNOWN_CARDINALITY, tuned=tuned)
 
 
 def _can_be_batched(split: str, source: tf.data.Dataset) -> bool:
@@ -116,8 +135,47 @@ def _from_arrays(split: str, arrays: Any) -> tf.data.Dataset:
         ) from None
 
 
-def _distribute(strategy: tf.distribute.Strategy, global_batches: Callable[[], tf.data.Dataset]) -> Batches:
-    """An iterator that gives each replica its piece of each global batch.
+def _augmented(augment: Augment, seed: int, spec: Any) -> Callable[[Any], Any]:
+    """A function of a piece, as ((epoch, number) of each example, examples), that changes each example."""
+
+    def one(place_and_example: tuple[tf.Tensor, Any]) -> Any:
+        place, example = place_and_example
+        own = tf.random.experimental.stateless_fold_in(tf.stack([tf.constant(seed, tf.int64), place[0]]), place[1])
+        changed = augment(example, own)
+        try:
+            tf.nest.assert_same_structure(spec, changed)
+            return tf.nest.map_structure(_as_before, spec, changed)
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"Task.augment must return an example of the structure, shapes and types that it gets: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+
+    # Tried by itself first: where its function fails, map_fn leaves TensorFlow's variable scope in disorder.
+    tried = tf.function(one).get_concrete_function((tf.TensorSpec([2], tf.int64), spec))
+    refuse_stateful(
+        tried.graph, "Task.augment", "Use tf.random.stateless_normal and the like with the seed that it is given."
+    )
+    return lambda piece: tf.map_fn(one, piece, fn_output_signature=spec)
+
+
+def _as_before(spec: tf.TypeSpec, value: Any) -> Any:
+    """The value, which must be what `spec` says."""
+    if isinstance(spec, tf.TensorSpec):
+        return tf.ensure_shape(tf.convert_to_tensor(value, spec.dtype), spec.shape)
+    if not spec.is_compatible_with(value):
+        raise ValueError(f"{value} is not a {spec}")
+    return value
+
+
+def _distribute(
+    strategy: tf.distribute.Strategy,
+    global_batches: Callable[[], tf.data.Dataset],
+    change: Callable[[Any], Any] | None = None,
+    *,
+    tuned: bool,
+) -> Batches:
+    """An iterator that gives each replica its piece of each global batch, changed by `change`.
 
     The dataset is declared endless. Otherwise TensorFlow's multi-worker strategies ask all workers at every step
     whether anyone has data left, which is one more collective.
@@ -131,27 +189,28 @@ def _distribute(strategy: tf.distribute.Strategy, global_batches: Callable[[], t
         # map spreads a plain tuple over its function's arguments.
         spread = type(batches.element_spec) is tuple
 
-        def element(batch: tuple[Any, ...]) -> Any:
-            return batch if spread else batch[0]
+        def own(batch: tuple[Any, ...], replica: int | tf.Tensor) -> Any:
+            piece = _piece(batch if spread else batch[0], replica, replicas)
+            return piece if change is None else change(piece)
 
         if here == 1:
-            batches = batches.map(lambda *batch: _piece(element(batch), first, replicas), tf.data.AUTOTUNE)
+            batches = batches.map(lambda *batch: own(batch, first), tf.data.AUTOTUNE)
             batches = batches.prefetch(tf.data.AUTOTUNE)
         else:
             batches = batches.flat_map(
-                lambda *batch: tf.data.Dataset.range(first, first + here).map(
-                    lambda replica: _piece(element(batch), replica, replicas)
-                )
+                lambda *batch: tf.data.Dataset.range(first, first + here).map(lambda replica: own(batch, replica))
             )
             batches = batches.prefetch(2 * here)
-            # TensorFlow's iterator over several devices cannot wake the thread that tunes its pipeline: when it is
-            # deleted, it waits for that thread's next round, up to a minute.
+        if here > 1 or not tuned:
+            # An iterator over several devices, when it is deleted, waits for the tuning thread's next round, up to a
+            # minute; others do at times. Of the parts on the devices, see untuned_device_datasets.
             untuned = tf.data.Options()
             untuned.autotune.enabled = False
             batches = batches.with_options(untuned)
         return batches.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
 
-    return iter(strategy.distribute_datasets_from_function(pieces))
+    with private_tf.untuned_device_datasets():
+        return iter(strategy.distribute_datasets_from_function(pieces))
 
 
 def _piece(batch: Any, replica: int | tf.Tensor, replicas: int) -> Any:

@@ -11,25 +11,38 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster.channel import shared
+from tfdist.errors import UsageError
+from tfdist.training.averages import Averages
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
+from tfdist.training.private_keras import mask_of
+from tfdist.training.randomness import refuse_stateful
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.step import TrainingStep
-from tfdist.training.task import Task, unpack
+from tfdist.training.task import Task, in_float32, unpack
+from tfdist.training.weighting import FAULTS, fault_of, per_value
 
 __all__ = ["Chunk", "EvaluationLoop", "TrainingLoop"]
 
 
 class Chunk(NamedTuple):
-    """What a chunk of steps tells; arrays have one entry for each step that was done."""
+    """What a chunk of steps tells; arrays have one entry (or row) for each step that was done."""
 
     losses: np.ndarray
+    """One column for each part of the task."""
+    penalties: np.ndarray
+    rates: np.ndarray
+    """Learning rates, one column for each part of the task."""
     rows: np.ndarray
+    skipped: np.ndarray
     seconds: np.ndarray
-    finite: bool
-    """Whether the last step was; a step that is not ends the chunk and changes nothing."""
+    halted: bool
+    """Whether the last step was one after which training cannot go on; it changed nothing."""
     suspects: tuple[int, int]
     """Of the last step: how many replicas had a loss that was not finite, and the sum of their ids."""
+    faults: np.ndarray
+    """Of the last step: counts of `weighting.FAULTS`."""
 
 
 class TrainingLoop:
@@ -38,8 +51,18 @@ class TrainingLoop:
     It is traced when it is created, so that errors of the task show before the first step.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: TrainingStep, iterator: Any) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: TrainingStep,
+        iterator: Any,
+        *,
+        accumulate: int = 1,
+        batches_per_epoch: int | None = None,
+    ) -> None:
         self._step = step
+        self._accumulate = accumulate
+        self._batches_per_epoch = batches_per_epoch
         self.traces = 0
         """How often the loop was traced."""
         # Which step a failing chunk had reached can only be read from outside through a variable; not in the scope,
@@ -48,19 +71,38 @@ class TrainingLoop:
             self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
         # One concrete function: an argument that would need another trace is an error, not a slow step.
         with strategy.scope():
-            self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1))
+            step.prepare(lambda: next(iterator))
+            start = tf.constant(0, tf.int64)
+            self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1), start)
+        refuse_stateful(
+            self._compiled.graph,
+            "train_step",
+            "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own "
+            "SeedGenerator.",
+        )
 
-    def run(self, iterator: Any, steps: int) -> Chunk:
-        """Do `steps` steps, or fewer where one is not finite. `iterator` is like the one that it was built with."""
+    def run(self, iterator: Any, steps: int, first: int = 0) -> Chunk:
+        """Do `steps` steps, or fewer where training cannot go on. `iterator` is like the one that it was built with.
+
+        Args:
+            first: steps of the run before these.
+        """
         start = float(tf.timestamp())
-        done, losses, rows, times, finite, suspects = self._compiled(iterator, tf.constant(steps))
+        done, series, times, suspects, faults = self._compiled(
+            iterator, tf.constant(steps), tf.constant(first, tf.int64)
+        )
         n = int(done)
+        losses, rates, rest = np.split(series.numpy()[:n], [self._parts, 2 * self._parts], axis=1)
         return Chunk(
-            losses=losses.numpy()[:n],
-            rows=rows.numpy()[:n].astype(np.int64),
+            losses=losses,
+            rates=rates,
+            penalties=rest[:, 0],
+            rows=rest[:, 1].astype(np.int64),
+            skipped=rest[:, 2] > 0,
             seconds=np.diff(times.numpy()[:n], prepend=start),
-            finite=bool(finite),
+            halted=bool(rest[-1, 3] > 0),
             suspects=(int(suspects[0]), int(suspects[1])),
+            faults=faults.numpy(),
         )
 
     def steps_done(self) -> int:
@@ -71,31 +113,52 @@ class TrainingLoop:
         """The chunk's steps are accounted for."""
         self._done.assign(0)
 
-    def _run(self, iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        self.traces += 1
+    def _batches(self, step: tf.Tensor) -> tf.Tensor:
+        """Global batches of a step: the last one of an epoch has what is left."""
+        most = self._accumulate
+        if most == 1 or self._batches_per_epoch is None:
+            return tf.constant(most)
+        steps_per_epoch = -(-self._batches_per_epoch // most)
+        left = self._batches_per_epoch - step % steps_per_epoch * most
+        return tf.cast(tf.minimum(left, most), tf.int32)
 
-        def body(i: tf.Tensor, finite: tf.Tensor, suspects: tf.Tensor, *series: tf.TensorArray) -> tuple[Any, ...]:
-            losses, rows, times = series
-            result = self._step(next(iterator))
-            with tf.control_dependencies([result.loss]):
+    def _run(self, iterator: Any, steps: tf.Tensor, first: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        self.traces += 1
+        self._parts = self._step.parts
+
+        def body(
+            i: tf.Tensor, go_on: tf.Tensor, suspects: tf.Tensor, faults: tf.Tensor, *arrays: tf.TensorArray
+        ) -> tuple[Any, ...]:
+            series, times = arrays
+            result = self._step(lambda: next(iterator), self._batches(first + tf.cast(i, tf.int64)))
+            rest = (result.penalty, result.rows, result.skipped, result.halt)
+            entry = tf.concat([result.losses, result.rates, [tf.cast(value, tf.float32) for value in rest]], 0)
+            with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)
             return (
                 i + 1,
-                result.finite,
+                ~result.halt,
                 result.suspects,
-                losses.write(i, result.loss),
-                rows.write(i, result.rows),
+                result.faults,
+                series.write(i, entry),
                 times.write(i, now),
             )
 
-        series = [tf.TensorArray(dtype, size=steps) for dtype in (tf.float32, tf.float32, tf.float64)]
-        i, finite, suspects, *series = tf.while_loop(
-            lambda i, finite, *_: (i < steps) & finite,
+        series = tf.TensorArray(tf.float32, size=steps, element_shape=[2 * self._parts + 4])
+        i, _, suspects, faults, series, times = tf.while_loop(
+            lambda i, go_on, *_: (i < steps) & go_on,
             body,
-            (tf.constant(0), tf.constant(True), tf.zeros([2]), *series),
+            (
+                tf.constant(0),
+                tf.constant(True),
+                tf.zeros([2]),
+                tf.zeros([len(FAULTS)]),
+                series,
+                tf.TensorArray(tf.float64, size=steps),
+            ),
         )
-        return (i, *(array.stack() for array in series), finite, suspects)
+        return i, series.stack(), times.stack(), suspects, faults
 
 
 class EvaluationLoop:
@@ -111,13 +174,18 @@ class EvaluationLoop:
         model: keras.Model,
         metrics: MetricTotals,
         iterator: Any,
+        *,
+        averages: Averages | None = None,
     ) -> None:
+        self._averages = averages
         self._strategy = strategy
         self._task = task
         self._model = model
         self._metrics = metrics
         self.metrics = metrics.describe()
         """What is measured: each metric's name and the shapes of its state."""
+        self.nothing = metrics.results(metrics.no_totals())
+        """The results over no examples: their names and kinds."""
         self.traces = 0
         """How often the loop was traced."""
         with strategy.scope():
@@ -129,7 +197,11 @@ class EvaluationLoop:
         Returns:
             `loss` (weighted mean over all examples) and each metric by its name.
         """
-        return self._metrics.results([total.numpy() for total in self._compiled(iterator, tf.constant(steps))])
+        *totals, faults = (total.numpy() for total in self._compiled(iterator, tf.constant(steps)))
+        fault = fault_of(faults)
+        if fault:
+            raise shared(UsageError(f"in evaluation: {fault}."))
+        return self._metrics.results(totals)
 
     def _run(self, iterator: Any, steps: tf.Tensor) -> list[tf.Tensor]:
         self.traces += 1
@@ -139,8 +211,8 @@ class EvaluationLoop:
             local = [self._strategy.experimental_local_results(value)[0] for value in added]
             return (i + 1, *(total + tf.cast(value, total.dtype) for total, value in zip(totals, local, strict=True)))
 
-        _, *totals = tf.while_loop(lambda i, *_: i < steps, body, (tf.constant(0), *self._metrics.zeros()))
-        return totals
+        start = (tf.constant(0), *self._metrics.zeros(), tf.zeros([len(FAULTS)]))
+        return tf.while_loop(lambda i, *_: i < steps, body, start)[1:]
 
     def _add(self, batch: Any) -> list[tf.Tensor]:
         """Runs inside the replica step (traced): what this global batch adds to the totals."""
@@ -148,8 +220,12 @@ class EvaluationLoop:
         if self._strategy.num_replicas_in_sync > 1:
             batch = with_a_row(batch)
         inputs, labels, weights = unpack(batch)
-        with keras.StatelessScope():
-            predictions = self._model(inputs, training=False)
+        with keras.StatelessScope(self._averages.mapping if self._averages else None):
+            outputs = self._model(inputs, training=False)
+            predictions, mask = in_float32(outputs), mask_of(outputs)
             losses = self._task.losses(labels, predictions)
-        added = self._metrics.added(labels, predictions, losses, weights)
+        plain = weights is None and (mask is None or len(mask.shape) != len(losses.shape))
+        losses, weights, faults = per_value(losses, weights, mask, row_count(batch))
+        added = self._metrics.added(labels, predictions, losses, weights, None if plain else weights)
+        added.append(faults)
         return sum_over_replicas([tf.where(present, value, tf.zeros_like(value)) for value in added])

@@ -24,7 +24,16 @@ class MetricTotals:
     or int64, so that long sums stay exact.
     """
 
-    def __init__(self, metrics: dict[str, keras.metrics.Metric]) -> None:
+    def __init__(self, metrics: dict[str, keras.metrics.Metric], *, by_weight: bool = True) -> None:
+        """Take a task's metrics.
+
+        Args:
+            by_weight: whether the loss is Σ weight·loss / Σ weight, or divided by the number of losses.
+
+        Raises:
+            UsageError: these are not metrics, or one takes the name of the loss.
+        """
+        self._by_weight = by_weight
         if not isinstance(metrics, dict) or not all(isinstance(m, keras.metrics.Metric) for m in metrics.values()):
             raise UsageError(f"Task.metrics returned {metrics!r}. Return a dict of keras.metrics.Metric by name.")
         if "loss" in metrics:
@@ -32,17 +41,49 @@ class MetricTotals:
         self._metrics: dict[str, keras.metrics.Metric] = {"loss": keras.metrics.Mean(), **metrics}
         self._collect()
 
-    def see(self, labels: Any, predictions: Any) -> None:
-        """Show a few rows to metrics that make their state when they first see data; the rows are not counted."""
+    def see(self, examples: Sequence[tuple[Any, Any]]) -> None:
+        """Show batches of (labels, predictions) to the metrics; they are not counted.
+
+        Metrics that make their state when they first see data do so now, and each is tried for what the trainer
+        relies on.
+
+        Raises:
+            UsageError: the state of a metric is not a sum over examples, or two results have one name.
+        """
         for name, metric in self._metrics.items():
             if name == "loss":
                 continue
             made = [(variable, variable.numpy()) for variable in metric.variables]
-            metric.update_state(labels, predictions)
+            metric.update_state(*examples[0])
             metric.reset_state()
+            self._try(name, metric, examples)
             for variable, value in made:
                 variable.assign(value)
         self._collect()
+        self.results(self.no_totals())
+
+    def _try(self, name: str, metric: keras.metrics.Metric, examples: Sequence[tuple[Any, Any]]) -> None:
+        """Whether what two batches add to the state, one after the other, is what they add each by itself."""
+        if len(examples) == 1:
+            examples = [*examples, *examples]
+        start = [v.numpy().astype(np.float64) for v in metric.variables]
+        together: list[np.ndarray] = []
+        for i, batch in enumerate(examples):
+            metric.reset_state()
+            metric.update_state(*batch)
+            added = [v.numpy() - s for v, s in zip(metric.variables, start, strict=True)]
+            together = added if i == 0 else [t + a for t, a in zip(together, added, strict=True)]
+        metric.reset_state()
+        for batch in examples:
+            metric.update_state(*batch)
+        for variable, before, sum_of_parts in zip(metric.variables, start, together, strict=True):
+            adds = np.allclose(variable.numpy() - before, sum_of_parts, rtol=1e-4, atol=1e-5, equal_nan=True)
+            if not adds or not np.isfinite(before).all():
+                raise UsageError(
+                    f"the metric {name!r} ({type(metric).__name__}) keeps {variable.name!r}, which is not a sum over "
+                    "examples: it cannot be added up over replicas. Keep sums and counts, and divide in result()."
+                )
+        metric.reset_state()
 
     def _collect(self) -> None:
         self._variables = [v for metric in self._metrics.values() for v in metric.variables]
@@ -52,19 +93,32 @@ class MetricTotals:
         """The shapes of the state of each metric, by its name."""
         return {name: [list(v.shape) for v in metric.variables] for name, metric in self._metrics.items()}
 
+    def no_totals(self) -> list[np.ndarray]:
+        """The totals of nothing, as `results` takes them."""
+        return [np.zeros(v.shape) for v in self._variables]
+
     def zeros(self) -> list[tf.Tensor]:
         """The totals of nothing."""
         return [tf.zeros(v.shape, _wide(v)) for v in self._variables]
 
-    def added(self, labels: Any, predictions: Any, losses: tf.Tensor, weights: Any) -> list[tf.Tensor]:
-        """What these rows add to each total. Runs inside the replica step (traced)."""
+    def added(
+        self, labels: Any, predictions: Any, losses: tf.Tensor, weights: tf.Tensor, sample_weight: Any
+    ) -> list[tf.Tensor]:
+        """What these rows add to each total. Runs inside the replica step (traced).
+
+        Args:
+            weights: a weight for each loss.
+            sample_weight: what the metrics get; None where there are no weights.
+        """
+        losses = tf.where(weights > 0, tf.cast(losses, weights.dtype), tf.zeros_like(weights))
         added: list[tf.Tensor] = []
         for name, metric in self._metrics.items():
             start = [tf.convert_to_tensor(initial) for initial in self._initial[name]]
             if name == "loss":
-                end = metric.stateless_update_state(start, losses, sample_weight=weights)
+                values, by = (losses, weights) if self._by_weight else (losses * weights, None)
+                end = metric.stateless_update_state(start, values, sample_weight=by)
             else:
-                end = metric.stateless_update_state(start, labels, predictions, sample_weight=weights)
+                end = metric.stateless_update_state(start, labels, predictions, sample_weight=sample_weight)
             added += [tf.convert_to_tensor(after) - before for before, after in zip(start, end, strict=True)]
         return added
 
@@ -77,10 +131,14 @@ class MetricTotals:
                 tf.cast(initial + next(remaining), variable.dtype)
                 for variable, initial in zip(metric.variables, self._initial[name], strict=True)
             ]
-            result = metric.stateless_result(state)
+            with keras.StatelessScope(list(zip(metric.variables, state, strict=True))):
+                # In the scope: a metric may return its variable as it is, whose value is another one outside.
+                result = tf.nest.map_structure(keras.ops.convert_to_numpy, metric.result())
             parts = {f"{name}/{key}": value for key, value in result.items()} if isinstance(result, dict) else None
             for key, value in (parts or {name: result}).items():
-                array = np.asarray(keras.ops.convert_to_numpy(value))
+                if key in results:
+                    raise UsageError(f"Task.metrics gives two results the name {key!r}. Rename one of the metrics.")
+                array = np.asarray(value)
                 results[key] = array.item() if array.ndim == 0 else array.tolist()
         return results
 

@@ -36,20 +36,37 @@ class Report:
     processes: int
     replicas_in_sync: int
     global_batch_size: int
+    accumulate: int
+    """Global batches in one step."""
     learning_rate: float
+    """Base learning rate."""
     seed: int
     epochs: int | None
     """None where the run was counted in steps."""
     steps: int
+    skipped_steps: int
+    """Of these, steps that were left out because of an overflow, or of what nan_policy skips."""
+    stopped: str | None
+    """Why training ended before its last step."""
+    best: dict[str, Any] | None
+    """The best evaluation, where one was looked for: monitor, value, step, epoch."""
     examples_seen: int
     losses: list[float]
-    """Global mean data loss of every step, without penalties."""
+    """Global mean data loss of every step, without penalties; summed over the parts of the task."""
+    penalties: list[float]
+    """What regularizers and layers added to the loss at every step."""
+    learning_rates: list[float]
+    """Effective learning rate of every step; of the first optimizer, where there are several."""
+    loss_scale: float | None
+    """At the end; None without float16."""
+    parts: dict[str, dict[str, list[float]]]
+    """For a task with several optimizers: the losses and learning rates of each, by its name."""
     metrics: dict[str, dict[str, float]]
-    """By split; the last evaluation."""
+    """By split; the last evaluation, or the best one where its weights were restored."""
     weights_sha256: str
     """Over the bytes of the trainable weights in order."""
     state_sha256: str
-    """Over all variables of the model, of the optimizer, and the step counter."""
+    """Over all variables of the model, of the optimizers and of the trainer (counters, loss scale, averages)."""
     step_time_ms: StepTime
     examples_per_second: float | None
     """Over all replicas, without the first step and without evaluation."""
@@ -87,8 +104,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_writable(path: Path) -> None:
-    """Find out before training whether the report can be written.
+def check_writable(path: Path, setting: str = "report") -> None:
+    """Find out before anything is run whether its result can be written.
 
     Raises:
         UsageError: it cannot, and why.
@@ -107,7 +124,7 @@ def check_writable(path: Path) -> None:
         except OSError as error:
             reason = error.strerror
     if reason:
-        raise UsageError(f"report={str(path)!r} cannot be written: {reason}. Give another path.")
+        raise UsageError(f"{setting}={str(path)!r} cannot be written: {reason}. Give another path.")
 
 
 def write(report: Report, path: Path) -> None:

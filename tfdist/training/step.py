@@ -1,7 +1,7 @@
-"""One training step: local gradients, one reduction over the replicas, one update.
+"""One training step: local sums over one or several global batches, one reduction over the replicas, one update.
 
-    batch piece ─> local sums of gradients, loss, weight ─> sum over replicas ─> divide, add penalty ─> apply or skip
-                   (Task.train_step)                       (one collective)     (the same on every replica)
+    batch piece ─> local sums of gradients, loss, weight ─> sum over replicas ─> divide, penalty, clip ─> apply or skip
+                   (local.py, Task.train_step)             (reduction.py)       (the same on every replica)
 
 The model is called in a Keras stateless scope: what layers write (BatchNorm's moving statistics, say) comes out as
 values instead of being assigned, travels with the gradients, and is averaged over the replicas before it is stored. So
@@ -10,39 +10,64 @@ every replica holds the same state after every step, and a checkpoint does not d
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.errors import UsageError
-from tfdist.training.data import row_count, with_a_row
-from tfdist.training.private_keras import has_synchronized_layer, without_second_reduction
-from tfdist.training.reduction import sum_over_replicas
-from tfdist.training.replica import Replica
+from tfdist.config import Settings
+from tfdist.training.accumulation import Accumulators
+from tfdist.training.averages import Averages
+from tfdist.training.clipping import clipped
+from tfdist.training.exchange import Combine, Exchange
+from tfdist.training.gradients import Gradient, is_sparse, on_values
+from tfdist.training.local import LocalStep, Sums
+from tfdist.training.loss_scale import LossScale
+from tfdist.training.private_keras import without_second_reduction
+from tfdist.training.replica import ONLY
+from tfdist.training.state import combined, contributions
 from tfdist.training.task import Task
 
 __all__ = ["StepResult", "TrainingStep"]
 
 
 class StepResult(NamedTuple):
-    """What one step tells; scalars that are equal on every replica."""
+    """What one step tells; tensors that are equal on every replica."""
 
-    loss: tf.Tensor
-    """Σ weight·loss / Σ weight over all replicas, without penalties."""
+    losses: tf.Tensor
+    """Σ weight·loss / Σ weight (or number of losses) over all replicas, without penalties; one entry for each part."""
+    penalty: tf.Tensor
+    """What regularizers and layers added to the loss."""
+    rates: tf.Tensor
+    """Learning rate of each part."""
     rows: tf.Tensor
-    """Examples of the global batch."""
+    """Examples of the global batch or batches."""
     finite: tf.Tensor
-    """Whether loss and gradients are finite; otherwise nothing was applied."""
+    """Whether loss and gradients are finite."""
+    skipped: tf.Tensor
+    """Whether the step was left out, since it was not finite."""
+    halt: tf.Tensor
+    """Whether training cannot go on; nothing was applied."""
     suspects: tf.Tensor
     """How many replicas had a loss that was not finite, and the sum of their ids."""
+    faults: tf.Tensor
+    """Counts of `weighting.FAULTS` over all replicas."""
 
 
 class _Reduced(NamedTuple):
-    gradients: list[tf.Tensor]
+    gradients: list[Gradient]
     state: list[tf.Tensor]
-    result: StepResult
+    losses: tf.Tensor
+    penalty: tf.Tensor
+    rows: tf.Tensor
+    finite: tf.Tensor
     has_weight: tf.Tensor
+    suspects: tf.Tensor
+    faults: tf.Tensor
 
 
 class TrainingStep:
@@ -53,121 +78,235 @@ class TrainingStep:
         strategy: tf.distribute.Strategy,
         task: Task,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizers: dict[str, keras.optimizers.Optimizer] | keras.optimizers.Optimizer,
+        settings: Settings | None = None,
+        *,
+        global_batch_size: int = 1,
+        averages: Averages | None = None,
+        adasum: Combine | None = None,
+        fixed_shapes: bool = False,
     ) -> None:
+        """Make the step's own variables; nothing is traced yet.
+
+        Args:
+            optimizers: one, or one for each part of the task by name.
+            averages: of the weights, to be updated with them.
+            adasum: combines gradients of all replicas, where the settings ask for it.
+            fixed_shapes: whether a collective must have the same shapes in every step.
+        """
         self._strategy = strategy
-        self._task = task
         self._model = model
-        self._optimizer = optimizer
-        self._updated: list[keras.Variable] = []  # non-trainable variables that the step writes, known once traced
-        self._trained: list[keras.Variable] = []  # trainable variables that get a gradient, likewise
+        self._optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
+        self._settings = settings or Settings()
+        self._averages = averages
+        most_rows = -(-global_batch_size // strategy.num_replicas_in_sync) if fixed_shapes else None
+        self._local = LocalStep(task, model, list(self._optimizers), self._settings, most_rows=most_rows)
+        self._exchange = Exchange(self._settings, self._local.layout, adasum, fixed_shapes=fixed_shapes)
+        self._accumulators: Accumulators | None = None
+        self.scale = LossScale(self._settings)
+        # A sum over rows is as many times larger than a mean; a power of two changes no digit of a number.
+        batch = global_batch_size * self._settings.accumulate
+        self._spread = 2.0 ** -math.ceil(math.log2(batch)) if self.scale.dynamic else 1.0
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="batches")
 
-    def __call__(self, batch: Any) -> StepResult:
-        """Runs on every process, outside of a replica (traced). `batch` holds each local replica's piece."""
-        reduced = self._strategy.run(self._reduce, args=(batch,))
-        result = StepResult(*(self._strategy.experimental_local_results(v)[0] for v in reduced.result))
-        apply = self._strategy.experimental_local_results(reduced.has_weight)[0] & result.finite
+    @property
+    def parts(self) -> int:
+        """How many optimizers there are."""
+        return len(self._optimizers)
 
-        def update() -> tf.Tensor:
-            with without_second_reduction(self._optimizer):
-                self._strategy.run(self._apply, args=(reduced.gradients, reduced.state))
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What a run must keep to go on, beside the variables of model and optimizers."""
+        averages = [] if self._averages is None else self._averages.variables
+        return [self._batches, *self.scale.variables, *averages]
+
+    def prepare(self, next_batch: Callable[[], Any]) -> None:
+        """Make room for gradients that add up, if there is any accumulation; before the step is traced."""
+        if self._settings.accumulate > 1:
+            # What a step works on is known once it is traced, so it is traced once to be looked at.
+            tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),))).get_concrete_function()
+            self._accumulators = Accumulators(self._strategy, self._local)
+
+    def __call__(self, next_batch: Callable[[], Any], batches: Any = 1) -> StepResult:
+        """Runs on every process, outside of a replica (traced).
+
+        Args:
+            next_batch: gives each local replica's piece of the next global batch.
+            batches: how many of them make this step; up to `accumulate`.
+        """
+        rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self._optimizers.values()])
+        factor = self.scale.value * self._spread if self.scale.dynamic else None
+        if self._accumulators is None:
+            place = self._next_place()
+            reduced = self._strategy.run(self._reduce, args=(next_batch(), place, factor))
+        else:
+            reduced = self._reduce_several(next_batch, batches, factor)
+        # The same on all replicas; gradients and state stay where they are.
+        reduced = reduced._replace(**{name: self._first(getattr(reduced, name)) for name in _Reduced._fields[2:]})
+        finite, policy = reduced.finite, self._settings.nan_policy
+        good_rate = tf.reduce_all(tf.math.is_finite(rates) & (rates >= 0))
+        overflow = self.scale.overflowed(finite)
+        wrong = ~good_rate | tf.reduce_any(reduced.faults > 0)
+        halt = wrong | (~finite & ~overflow if policy == "stop" else tf.constant(False))
+        skipped = ~halt & (overflow | (~finite if policy == "skip" else tf.constant(False)))
+
+        self._update(reduced, ~halt & ~skipped)
+        self.scale.update(finite, tf.reduce_any(reduced.has_weight))
+        return StepResult(
+            losses=reduced.losses,
+            penalty=reduced.penalty,
+            rates=rates,
+            rows=reduced.rows,
+            finite=finite,
+            skipped=skipped,
+            halt=halt,
+            suspects=reduced.suspects,
+            faults=reduced.faults,
+        )
+
+    def _update(self, reduced: _Reduced, go: tf.Tensor) -> None:
+        """Apply what has weight, in the order of the parts. Outside of a replica."""
+        any_weight = tf.reduce_any(reduced.has_weight)
+
+        def run(function: Callable[..., None], *args: Any) -> tf.Tensor:
+            with contextlib.ExitStack() as stack:
+                for optimizer in self._optimizers.values():
+                    stack.enter_context(without_second_reduction(optimizer))
+                self._strategy.run(function, args=args)
             return tf.constant(True)
 
-        tf.cond(apply, update, lambda: tf.constant(False))
+        def nothing() -> tf.Tensor:
+            return tf.constant(False)
+
+        if self.parts == 1:  # one branch costs less than three
+            tf.cond(go & any_weight, lambda: run(self._apply, reduced.gradients, reduced.state), nothing)
+            return
+        tf.cond(go & any_weight, lambda: run(self._store, reduced.state), nothing)
+        for part in range(self.parts):
+            step = functools.partial(self._apply_part, part)
+            tf.cond(go & reduced.has_weight[part], functools.partial(run, step, reduced.gradients), nothing)
+        if self._averages is not None:
+            tf.cond(go & any_weight, lambda: run(self._average), nothing)
+
+    def _first(self, value: Any) -> Any:
+        return self._strategy.experimental_local_results(value)[0]
+
+    def _next_place(self) -> tf.Tensor:
+        """A number for a global batch that leaves room for all replicas."""
+        place = self._batches.read_value() * self._strategy.num_replicas_in_sync
+        self._batches.assign_add(1)
+        return place
+
+    def _sums(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None, state: list[tf.Tensor]) -> Sums:
+        """Inside the replica step (traced)."""
+        replica = _replica_id()
+        return self._local(batch, replica=replica, place=place + tf.cast(replica, tf.int64), factor=factor, state=state)
+
+    def _look(self, batch: Any) -> tf.Tensor:
+        factor = tf.constant(1.0) if self.scale.dynamic else None
+        return self._sums(batch, tf.constant(0, tf.int64), factor, []).tally
+
+    def _reduce(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None) -> _Reduced:
+        """Inside the replica step (traced)."""
+        return self._over_replicas(self._sums(batch, place, factor, []), factor)
+
+    def _reduce_several(self, next_batch: Callable[[], Any], batches: Any, factor: tf.Tensor | None) -> _Reduced:
+        """Add up several global batches on each replica, then reduce once."""
+        accumulators = self._accumulators
+        assert accumulators is not None
+
+        def add(batch: Any, place: tf.Tensor) -> None:
+            accumulators.add(self._sums(batch, place, factor, accumulators.state()))
+
+        def body(i: tf.Tensor) -> tuple[tf.Tensor]:
+            place = self._next_place()
+            self._strategy.run(add, args=(next_batch(), place))
+            return (i + 1,)
+
+        self._strategy.run(lambda: accumulators.reset(self._local.start(_replica_id())))
+        tf.while_loop(lambda i: i < batches, body, (tf.constant(0),))
+        return self._strategy.run(lambda: self._over_replicas(accumulators.sums(), factor))
+
+    def _over_replicas(self, sums: Sums, factor: tf.Tensor | None) -> _Reduced:
+        """Inside the replica step (traced): the sums of all replicas, and what follows from them."""
+        layout, replica = self._local.layout, tf.cast(_replica_id(), tf.float32)
+        _, present, bad = layout.common(sums.tally)
+        present, bad = tf.minimum(present, 1.0), tf.minimum(bad, 1.0)
+        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica])], 0)
+        gradients, state, tally = self._exchange(
+            sums.gradients, contributions(self._local.updated, sums.state, present > 0), own, self._local.part_of
+        )
+
+        losses, weights, _, penalties = layout.of_parts(tally)
+        divisors = self._exchange.divisors(tally)
+        present, suspects = tally[-3], tally[-2:]
+        if factor is not None:
+            gradients = [_times(g, 1.0 / factor) for g in gradients]
+        penalty, gradients = self._with_penalty(gradients)
+        # Also after clipping: a norm may overflow where no element does.
+        final = self._clipped(gradients)
+        values = [g.values if is_sparse(g) else g for g in (*gradients, *final)]
+        finite = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in (losses, *values)]))
+        return _Reduced(
+            gradients=final,
+            state=combined(self._local.updated, sums.state, state, present),
+            losses=tf.math.divide_no_nan(losses, divisors),
+            penalty=penalty + tf.reduce_sum(tf.math.divide_no_nan(penalties, divisors)),
+            rows=layout.common(tally)[0],
+            finite=finite,
+            has_weight=weights > 0,
+            suspects=suspects,
+            faults=layout.faults(tally[:-3]),
+        )
+
+    def _with_penalty(self, gradients: list[Gradient]) -> tuple[tf.Tensor, list[Gradient]]:
+        """The layers' regularizers, and the gradients with theirs, the same on every replica."""
+        regularized = [v for v in self._local.trained if v.regularizer is not None]
+        if not regularized:
+            return tf.constant(0.0), gradients
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n([tf.cast(v.regularizer(v), tf.float32) for v in regularized])
+        extra = dict(zip(map(id, regularized), tape.gradient(penalty, regularized), strict=True))
+        with_extra = [
+            tf.convert_to_tensor(g) + tf.cast(extra[id(v)], g.dtype) if id(v) in extra else g
+            for v, g in zip(self._local.trained, gradients, strict=True)
+        ]
+        return penalty, with_extra
+
+    def _clipped(self, gradients: list[Gradient]) -> list[Gradient]:
+        """Each part by itself."""
+        result: list[Gradient] = []
+        for part in range(len(self._optimizers)):
+            own = [g for g, of in zip(gradients, self._local.part_of, strict=True) if of == part]
+            result += clipped(own, self._settings)
         return result
 
-    def _reduce(self, batch: Any) -> _Reduced:
-        """Runs inside the replica step (traced)."""
-        rows = row_count(batch)
-        if self._strategy.num_replicas_in_sync > 1 and not has_synchronized_layer(self._model):
-            batch = with_a_row(batch)
-        with keras.StatelessScope(collect_losses=True) as scope:
-            replica = Replica(self._model, rows, penalties=scope.losses, length=row_count(batch))
-            self._task.train_step(replica, batch)
-        if replica.weighted_loss is None or replica.weight is None:
-            raise UsageError("train_step did not call replica.loss(losses). It makes the loss that is reduced.")
-        self._trained = [v for v in self._model.trainable_variables if replica.gradients.get(id(v)) is not None]
-        if not self._trained:
-            raise UsageError(
-                "train_step gave no gradient. Compute the loss under the tape from the model's output, and call "
-                "replica.apply_gradients."
-            )
-        self._updated = [v for v in self._model.variables if scope.get_current_value(v) is not None]
-        if len(self._updated) < len(scope.state_mapping):
-            raise UsageError(
-                "train_step wrote to a Keras variable that is not in model.variables (a metric, or the global seed of "
-                "keras.random). Give random layers their own keras.random.SeedGenerator, and use Task.metrics."
-            )
+    def _apply(self, gradients: list[Gradient], state: list[tf.Tensor]) -> None:
+        """Inside the replica step (traced), as what it calls."""
+        self._store(state)
+        for part in range(self.parts):
+            self._apply_part(part, gradients)
+        self._average()
 
-        # An empty piece contributes zeros: it has NaN where a layer averages over no rows, or stands in for a row.
-        present = rows > 0
-        weighted_loss, weight = (
-            tf.where(present, value, tf.zeros_like(value)) for value in (replica.weighted_loss, replica.weight)
-        )
-        local = [tf.convert_to_tensor(replica.gradients[id(v)]) for v in self._trained]  # sparse ones become dense
-        local += [_contribution(v, scope.get_current_value(v)) for v in self._updated if _is_reduced(v)]
-        local = [tf.where(present, value, tf.zeros_like(value)) for value in local]
-        bad = tf.cast(~tf.math.is_finite(weighted_loss), tf.float32)
-        tally = [
-            tf.cast(weighted_loss, tf.float32),
-            tf.cast(weight, tf.float32),
-            tf.cast(rows, tf.float32),
-            tf.cast(present, tf.float32),
-            bad,
-            bad * tf.cast(replica.id, tf.float32),
-        ]
-        total = sum_over_replicas([*local, tf.stack(tally)])
-
-        loss_sum, weight, all_rows, replicas_present, suspects, suspect_ids = tf.unstack(total[-1])
-        gradients = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in total[: len(self._trained)]]
-        gradients = self._add_penalty(gradients)
-        sums = iter(total[len(self._trained) : -1])
-        state = [
-            _combined(v, next(sums), replicas_present) if _is_reduced(v) else scope.get_current_value(v)
-            for v in self._updated
-        ]
-        finite = tf.math.is_finite(loss_sum) & tf.reduce_all(
-            tf.stack([tf.reduce_all(tf.math.is_finite(g)) for g in gradients])
-        )
-        loss = tf.math.divide_no_nan(loss_sum, weight)
-        return _Reduced(
-            gradients, state, StepResult(loss, all_rows, finite, tf.stack([suspects, suspect_ids])), weight > 0
-        )
-
-    def _add_penalty(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Add the gradient of the layers' regularizers, the same on every replica. Inside the replica step."""
-        regularized = [v for v in self._trained if v.regularizer is not None]
-        if not regularized:
-            return gradients
-        with tf.GradientTape() as tape:
-            penalty = tf.add_n([v.regularizer(v) for v in regularized])
-        extra = dict(zip(map(id, regularized), tape.gradient(penalty, regularized), strict=True))
-        return [g + extra[id(v)] if id(v) in extra else g for v, g in zip(self._trained, gradients, strict=True)]
-
-    def _apply(self, gradients: list[tf.Tensor], state: list[tf.Tensor]) -> None:
-        """Runs inside the replica step (traced)."""
-        for variable, value in zip(self._updated, state, strict=True):
+    def _store(self, state: list[tf.Tensor]) -> None:
+        for variable, value in zip(self._local.updated, state, strict=True):
             variable.assign(value)
-        self._optimizer.apply(gradients, self._trained)
+
+    def _apply_part(self, part: int, gradients: list[Gradient]) -> None:
+        own = [i for i, of in enumerate(self._local.part_of) if of == part]
+        optimizer = list(self._optimizers.values())[part]
+        optimizer.apply([gradients[i] for i in own], [self._local.trained[i] for i in own])
+
+    def _average(self) -> None:
+        if self._averages is not None:
+            updates = [tf.cast(optimizer.iterations, tf.int64) for optimizer in self._optimizers.values()]
+            self._averages.update(tf.reduce_max(tf.stack(updates)))
 
 
-def _is_float(variable: keras.Variable) -> bool:
-    return keras.backend.is_float_dtype(variable.dtype)
+def _replica_id() -> tf.Tensor:
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int32)
 
 
-def _is_reduced(variable: keras.Variable) -> bool:
-    """Whether replicas can come to different values. The seeds of random layers move on alike everywhere."""
-    counts = keras.backend.is_int_dtype(variable.dtype) and not variable.path.endswith("seed_generator_state")
-    return _is_float(variable) or counts
-
-
-def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """What this replica brings to the sum: a float's value, and by how much it counted an integer up."""
-    return value if _is_float(variable) else tf.cast(value, tf.int64) - tf.cast(variable.value, tf.int64)
-
-
-def _combined(variable: keras.Variable, total: tf.Tensor, replicas: tf.Tensor) -> tf.Tensor:
-    """The mean of a float over the replicas that have rows; an integer has counted what all replicas saw."""
-    if _is_float(variable):
-        return total / tf.cast(replicas, variable.dtype)
-    return tf.cast(tf.cast(variable.value, tf.int64) + total, variable.dtype)
+def _times(gradient: Gradient, factor: tf.Tensor) -> Gradient:
+    return on_values(gradient, lambda values: values * tf.cast(factor, values.dtype))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tfdist.training.replica import Replica
 
-__all__ = ["Task", "unpack"]
+__all__ = ["Task", "in_float32", "unpack"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,8 +36,14 @@ class Task:
         """The model with all its variables built. Called once, inside the strategy's scope."""
         raise NotImplementedError
 
-    def build_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
-        """A Keras optimizer; plain SGD unless overridden. Called once, inside the strategy's scope."""
+    def build_optimizer(
+        self, learning_rate: float
+    ) -> keras.optimizers.Optimizer | dict[str, keras.optimizers.Optimizer]:
+        """A Keras optimizer; plain SGD unless overridden. Called once, inside the strategy's scope.
+
+        A task with several parts, such as a GAN, returns a dict of optimizers by name, and its `train_step` gives
+        `replica.loss` and `replica.apply_gradients` these names.
+        """
         import keras
 
         return keras.optimizers.SGD(learning_rate)
@@ -54,7 +60,11 @@ class Task:
         raise NotImplementedError
 
     def losses(self, labels: Any, predictions: Any) -> tf.Tensor:
-        """Loss of each example, shape `[rows]`. Do not average: the trainer does, over all replicas."""
+        """Loss of each example, shape `[rows]`. Do not average: the trainer does, over all replicas.
+
+        Where the dataset gives weights of shape `[rows, tokens]`, or the model hands on a Keras mask of that shape,
+        the losses may have it, too: each token then counts for itself. Predictions come in float32.
+        """
         raise NotImplementedError
 
     def metrics(self) -> dict[str, keras.metrics.Metric]:
@@ -68,6 +78,15 @@ class Task:
         """Names of the splits that are evaluated; `dataset` is asked for each."""
         return ("test",)
 
+    def augment(self, example: Any, seed: tf.Tensor) -> Any:
+        """Change a training example at random; `example` is an element of `dataset("train")`. Optional.
+
+        Called in the input pipeline (traced) on the rows of this process's replicas. Draw with `seed`, shape `[2]`, in
+        TensorFlow's stateless operations: it is another one for each example and epoch, and the same on every backend
+        and at every number of replicas. The structure and dtypes of the example must stay.
+        """
+        raise NotImplementedError
+
     def train_step(self, replica: Replica, batch: Any) -> None:
         """One step on this replica's rows. Runs inside the replica step (traced). Override it for your own step.
 
@@ -76,12 +95,23 @@ class Task:
         """
         import tensorflow as tf
 
+        from tfdist.training.private_keras import mask_of
+
         inputs, labels, weights = unpack(batch)
         with tf.GradientTape() as tape:
-            predictions = replica.model(inputs, training=True)
-            loss = replica.loss(self.losses(labels, predictions), weights)
+            outputs = replica.model(inputs, training=True)
+            losses = self.losses(labels, in_float32(outputs))
+            loss = replica.loss(losses, weights, mask=mask_of(outputs))
         variables = replica.model.trainable_variables
         replica.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+def in_float32(values: Any) -> Any:
+    """Half-precision tensors of a structure as float32: losses and metrics need more digits than layers do."""
+    import tensorflow as tf
+
+    half = (tf.float16, tf.bfloat16)
+    return tf.nest.map_structure(lambda v: tf.cast(v, tf.float32) if getattr(v, "dtype", None) in half else v, values)
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.channel import require_same, shared, together
+from tfdist.cluster.channel import require_same, together
 from tfdist.cluster.failure import ends_the_job
 from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings, learning_rate
-from tfdist.errors import NonFiniteError, TfdistError, UsageError
+from tfdist.errors import UsageError
 from tfdist.strategies.session import Session, open_session
 from tfdist.training import report as reporting
-from tfdist.training.building import build_model, build_optimizer, check_task, digest, structure
-from tfdist.training.console import Console, Plan, numbers, open_console
+from tfdist.training.actions import Action
+from tfdist.training.averages import Averages
+from tfdist.training.building import build_model, build_optimizers, check_task, digest, structure
+from tfdist.training.console import Plan, numbers, open_console
+from tfdist.training.course import Course
 from tfdist.training.data import Examples, load_examples
-from tfdist.training.loops import Chunk, EvaluationLoop, TrainingLoop
+from tfdist.training.learning_rate import LearningRate, Plateau
+from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.report import Report
 from tfdist.training.step import TrainingStep
-from tfdist.training.task import Task, unpack
+from tfdist.training.stopping import Decisions
+from tfdist.training.task import Task, in_float32, unpack
 
 __all__ = ["Trainer"]
 
@@ -33,15 +41,24 @@ class Trainer:
 
     Every process of the job creates it and calls the same methods; only the chief prints and writes.
 
+    After `fit`, `trainer.model` is the trained Keras model; it is the same on every process, so save it on one:
+
+        if trainer.session.is_chief:
+            trainer.model.save("model.keras")
+
+    What happens inside:
+
         prepare: open the backend, load the data, build model and optimizer, compare over ranks, trace
         fit:     repeat [ chunk of steps -> show ] until an epoch ends -> evaluate; at the end compare the ranks, report
     """
 
-    def __init__(self, task: Task, **settings: Any) -> None:
+    def __init__(self, task: Task, *, actions: Sequence[Action] = (), **settings: Any) -> None:
         """Open the backend and build everything, so that what is wrong shows before training, on every rank alike.
 
         Args:
             task: what to train.
+            actions: functions of a `tfdist.Moment`, called on every process at the end of each chunk, evaluation and
+                epoch.
             **settings: fields of `tfdist.Settings`.
 
         Raises:
@@ -52,14 +69,16 @@ class Trainer:
         if not isinstance(task, Task):
             raise UsageError(f"Trainer got a {type(task).__name__}; give it an instance of a subclass of tfdist.Task.")
         check_task(task)
+        if not isinstance(actions, list | tuple) or not all(callable(action) for action in actions):
+            raise UsageError(f"actions={actions!r} must be a list of functions of a tfdist.Moment.")
         self.task = task
+        self._actions = tuple(actions)
         self.settings = Settings.of(**settings)
         given = self.settings
         self.session: Session = open_session(given.backend, given.replicas, given.intra_op_threads)
         self.global_batch_size = _whole("global_batch_size", given.global_batch_size, task.global_batch_size)
         self.learning_rate = learning_rate(task.learning_rate if given.learning_rate is None else given.learning_rate)
-        self.step = 0
-        """Steps that have been applied."""
+        self._course: Course | None = None
         self._splits: dict[str, Examples] = {}
         self._evaluations: dict[str, tuple[EvaluationLoop, Any]] = {}
         together(self.session.channel, "building the model", self._build)
@@ -67,13 +86,18 @@ class Trainer:
             self.session.channel,
             "the structure of model and optimizer",
             "the list of variables (path, shape, dtype, trainable)",
-            structure([*self.model.variables, *self.optimizer.variables]),
+            structure(self._variables()),
         )
 
     @property
     def replicas_in_sync(self) -> int:
         """Replicas that train together, over all processes."""
         return int(self.session.strategy.num_replicas_in_sync)
+
+    @property
+    def step(self) -> int:
+        """Steps that have been done, those that were skipped among them."""
+        return 0 if self._course is None else self._course.step
 
     def fit(self) -> Report:
         """Train for the epochs or steps of the settings, evaluate, and report.
@@ -83,18 +107,34 @@ class Trainer:
             NonFiniteError: loss or gradients became NaN or infinite; nothing of that step was applied.
             RanksDisagree: at the end the ranks did not hold the same weights.
         """
-        if self.step:
+        if self._course is not None:
             raise UsageError("Trainer.fit was called a second time. Create another Trainer, or ask for more epochs.")
         channel = self.session.channel
         with ends_the_job(channel, lambda: "before training"):
             plan = together(channel, "preparing training", self._prepare)
-        console = open_console(visible=self.session.is_chief, width=terminal_width(self.session.identity))
+        console = open_console(visible=self._speaks, width=terminal_width(self.session.identity))
         try:
-            with ends_the_job(channel, lambda: f"at step {self.step + self._loop.steps_done() + 1}"):
+            with ends_the_job(channel, lambda: "before training"):
                 console.begin(plan)
-                chunks, metrics = self._train(plan, console)
+                self._course = course = Course(
+                    plan,
+                    self.session,
+                    self.settings,
+                    loop=self._loop,
+                    iterator=self._iterator,
+                    evaluate={
+                        split: functools.partial(self.evaluate, split) for split in self.task.evaluation_splits()
+                    },
+                    decisions=self._decisions,
+                    plateau=self._plateau,
+                    kept=[*self.model.variables, *(self.averages.variables if self.averages else [])],
+                    actions=self._actions,
+                    console=console,
+                )
+            with ends_the_job(channel, lambda: course.where):
+                course.run()
             with ends_the_job(channel, lambda: f"after step {self.step}"):
-                report = self._report(plan, chunks, metrics)
+                report = self._report(course)
             console.end(_summary(report))
         finally:
             console.close()
@@ -114,23 +154,54 @@ class Trainer:
     def _build(self) -> None:
         keras.utils.set_random_seed(self.settings.seed)
         with self.session.strategy.scope():
-            self.model = build_model(self.task)
-            self.optimizer = build_optimizer(self.task, self.model, self.learning_rate)
+            self.model = build_model(self.task, self.settings)
+            self.optimizers = build_optimizers(self.task, self.model, self.learning_rate, self.settings)
+            self.averages = None if self.settings.ema is None else Averages(self.model, self.settings.ema)
+        if self.settings.reduction == "adasum" and self.session.adasum is None:
+            raise UsageError(
+                f"reduction='adasum' is Horovod's, and backend={self.session.backend!r} does not have it. Use "
+                "backend='horovod' under mpirun, or leave it out."
+            )
 
-    def _examples(self, split: str) -> Examples:
-        if split not in self._splits:
+    def use_averages(self) -> None:
+        """Put the averages of the weights (`ema`) in the place of the weights, to save or use the model with them.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self.averages is None:
+            raise UsageError("there are no averages of the weights. Set ema.")
+        for weight, average in self.averages.mapping:
+            weight.assign(average.numpy())
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        """The task's optimizer; the first one where there are several."""
+        return next(iter(self.optimizers.values()))
+
+    def _variables(self) -> list[Any]:
+        """All variables of model and optimizers."""
+        return [*self.model.variables, *(v for optimizer in self.optimizers.values() for v in optimizer.variables)]
+
+    def _examples(self, split: str, *, count: bool) -> Examples:
+        if split not in self._splits or (count and not self._splits[split].counted):
             # Shuffling mixes in TensorFlow's global seed, which the task's code may have changed.
             keras.utils.set_random_seed(self.settings.seed)
-            count = self.settings.steps is None or split in self.task.evaluation_splits()
             self._splits[split] = load_examples(self.task, split, count=count, notice=self._notice)
         return self._splits[split]
 
+    @property
+    def _speaks(self) -> bool:
+        return self.session.is_chief and not self.settings.quiet
+
     def _notice(self, message: str) -> None:
-        if self.session.is_chief:
+        if self._speaks:
             print(f"tfdist: {message}", flush=True)
 
     def _prepare(self) -> Plan:
-        train = self._examples("train")
+        # Accumulation must know where an epoch ends.
+        needed = self.settings.steps is None or self.settings.accumulate > 1
+        train = self._examples("train", count=needed or "train" in self.task.evaluation_splits())
         shape = getattr(self.model, "input_shape", None)
         inputs = train.dataset.element_spec[0] if isinstance(train.dataset.element_spec, tuple) else None
         if isinstance(shape, tuple) and isinstance(inputs, tf.TensorSpec) and inputs.shape.rank == len(shape):
@@ -138,30 +209,77 @@ class Trainer:
                 f"the dataset's inputs have shape {inputs.shape}, and the model takes batches of shape {shape}: the "
                 "dataset seems to be batched. Give single examples; the trainer makes the batches."
             )
-        steps_per_epoch = None if train.size is None else train.steps_per_epoch(self.global_batch_size)
+        accumulate = self.settings.accumulate
+        batches_per_epoch = None if train.size is None else train.steps_per_epoch(self.global_batch_size)
+        steps_per_epoch = None if batches_per_epoch is None else -(-batches_per_epoch // accumulate)
         steps = self._total_steps(steps_per_epoch)
+        self._schedule(steps, steps_per_epoch)
+        strategy = self.session.strategy
         self._iterator = train.training_batches(
-            self.session.strategy,
+            strategy,
             global_batch_size=self.global_batch_size,
             seed=self.settings.seed,
             shuffle_buffer=self.settings.shuffle_buffer,
+            augment=self.task.augment if type(self.task).augment is not Task.augment else None,
         )
         keras.utils.set_random_seed(self.settings.seed)  # for random operations of the task's own
-        step = TrainingStep(self.session.strategy, self.task, self.model, self.optimizer)
-        self._loop = TrainingLoop(self.session.strategy, step, self._iterator)
+        self._step = TrainingStep(
+            strategy,
+            self.task,
+            self.model,
+            self.optimizers,
+            self.settings,
+            global_batch_size=self.global_batch_size,
+            averages=self.averages,
+            adasum=self.session.adasum,
+            fixed_shapes=self.session.fixed_shapes,
+        )
+        self._loop = TrainingLoop(
+            strategy, self._step, self._iterator, accumulate=accumulate, batches_per_epoch=batches_per_epoch
+        )
         for split in self.task.evaluation_splits():
             self._evaluation(split)
+        self._decisions = Decisions(self.settings, self.session.channel, tuple(self.task.evaluation_splits()))
+        self._decisions.check({split: loop.nothing for split, (loop, _) in self._evaluations.items()})
         plan = Plan(
             backend=self.session.backend,
             replicas=self.replicas_in_sync,
             steps=steps,
             steps_per_epoch=steps_per_epoch,
             global_batch_size=self.global_batch_size,
+            accumulate=accumulate,
             examples=train.size,
             threads=self.session.intra_op_threads,
         )
         self._compare(plan)
         return plan
+
+    def _schedule(self, steps: int, steps_per_epoch: int | None) -> None:
+        """Put the learning rate's schedule into the optimizers."""
+        given = self.settings
+        warmup = given.warmup_steps or 0
+        if given.warmup_epochs:
+            if steps_per_epoch is None:
+                raise UsageError(
+                    f"warmup_epochs={given.warmup_epochs}, but the training dataset never ends, so epochs cannot be "
+                    "counted. Set warmup_steps."
+                )
+            warmup = given.warmup_epochs * steps_per_epoch
+        if warmup and given.lr_scaling == "none" and not given.warmup_from_zero:
+            self._notice(f"a warm-up of {warmup} steps changes nothing with lr_scaling='none': see warmup_from_zero")
+        self._plateau = Plateau() if given.plateau_patience is not None else None
+        rates = [
+            LearningRate.of(optimizer, given, replicas=self.replicas_in_sync, warmup=warmup, steps=steps)
+            for optimizer in self.optimizers.values()
+        ]
+        for rate in rates:
+            rate.plateau = self._plateau
+        base = rates[0].base
+        if given.learning_rate is not None and not callable(base) and not math.isclose(base, given.learning_rate):
+            self._notice(
+                f"learning_rate={given.learning_rate} is set, but build_optimizer has made an optimizer with "
+                f"{base:.6g}, which is used"
+            )
 
     def _compare(self, plan: Plan) -> None:
         """Ranks that would take other steps, or other batches, must not start: they would wait for each other."""
@@ -188,58 +306,31 @@ class Trainer:
         return _whole("epochs", self.settings.epochs, self.task.epochs) * steps_per_epoch
 
     def _evaluation(self, split: str) -> tuple[EvaluationLoop, Any, int]:
-        examples = self._examples(split)
+        examples = self._examples(split, count=True)
         if examples.size is None:
             raise UsageError(f"the dataset of split {split!r} never ends, so it cannot be evaluated. Make it finite.")
         strategy = self.session.strategy
         if split not in self._evaluations:
             iterator = examples.evaluation_batches(strategy, global_batch_size=self.global_batch_size)
-            metrics = MetricTotals(self.task.metrics())
-            metrics.see(*self._sample(examples))
-            self._evaluations[split] = EvaluationLoop(strategy, self.task, self.model, metrics, iterator), iterator
+            by_weight = self.settings.loss_reduction == "weighted_mean"
+            metrics = MetricTotals(self.task.metrics(), by_weight=by_weight)
+            metrics.see(self._samples(examples))
+            loop = EvaluationLoop(strategy, self.task, self.model, metrics, iterator, averages=self.averages)
+            self._evaluations[split] = loop, iterator
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
 
-    def _sample(self, examples: Examples) -> tuple[Any, Any]:
-        """Labels and predictions of one example."""
-        inputs, labels, _ = unpack(next(iter(examples.dataset.batch(1))))
-        with keras.StatelessScope():
-            return labels, self.model(inputs, training=False)
+    def _samples(self, examples: Examples) -> list[tuple[Any, Any]]:
+        """Labels and predictions of a few examples, as two batches (one where there is one example)."""
+        samples = []
+        rows = list(examples.dataset.take(min(32, self.global_batch_size)).batch(32))
+        for inputs, labels, _ in map(unpack, rows):
+            with keras.StatelessScope():
+                samples.append((labels, in_float32(self.model(inputs, training=False))))
+        return samples
 
-    def _train(self, plan: Plan, console: Console) -> tuple[list[Chunk], dict[str, dict[str, float]]]:
-        chunks: list[Chunk] = []
-        metrics: dict[str, dict[str, float]] = {}
-        validate_every = self.settings.validate_every * (plan.steps_per_epoch or 0)
-        while self.step < plan.steps:
-            stop = plan.steps
-            if validate_every:
-                stop = min(stop, (self.step // validate_every + 1) * validate_every)
-            chunk = self._loop.run(self._iterator, min(self.settings.steps_per_chunk, stop - self.step))
-            chunks.append(chunk)
-            if not chunk.finite:
-                raise self._not_finite(chunk)
-            self.step += len(chunk.losses)
-            self._loop.forget()
-            console.progress(self.step, float(chunk.losses[-1]), chunk.rows.sum() / chunk.seconds.sum())
-            if self.step == stop:
-                for split in self.task.evaluation_splits():
-                    metrics[split] = self.evaluate(split)
-                    console.evaluated(self.step, split, metrics[split])
-        return chunks, metrics
-
-    def _not_finite(self, chunk: Chunk) -> TfdistError:
-        count, ids = chunk.suspects
-        where = f"on replica {ids}" if count == 1 else f"on {count} of {self.replicas_in_sync} replicas"
-        what = f"the loss is not finite {where}" if count else "the gradients are not finite"
-        return shared(
-            NonFiniteError(
-                f"step {self.step + len(chunk.losses)}: {what}; the step was not applied, and all ranks stop. "
-                "Lower the learning rate, or look at the examples of that step."
-            )
-        )
-
-    def _report(self, plan: Plan, chunks: list[Chunk], metrics: dict[str, dict[str, float]]) -> Report:
+    def _report(self, course: Course) -> Report:
         weights = digest(self.model.trainable_variables)
-        state = digest([*self.model.variables, *self.optimizer.variables])
+        state = digest([*self._variables(), *self._step.variables])
         require_same(
             self.session.channel,
             "the variables at the end",
@@ -247,20 +338,35 @@ class Trainer:
             state,
             way_out="Look for code in the task that changes variables outside of the step.",
         )
-        losses, rows, seconds = (np.concatenate([getattr(c, f) for c in chunks]) for f in ("losses", "rows", "seconds"))
+        losses, rates, penalties, rows, skipped, seconds = (
+            np.concatenate([getattr(c, f) for c in course.chunks])
+            for f in ("losses", "rates", "penalties", "rows", "skipped", "seconds")
+        )
+        parts = {
+            name: {"losses": losses[:, i].tolist(), "learning_rates": rates[:, i].tolist()}
+            for i, name in enumerate(self.optimizers)
+        }
         return Report(
             backend=self.session.backend,
             task=type(self.task).__name__,
             processes=self.session.identity.size,
             replicas_in_sync=self.replicas_in_sync,
             global_batch_size=self.global_batch_size,
+            accumulate=self.settings.accumulate,
             learning_rate=self.learning_rate,
             seed=self.settings.seed,
             epochs=None if self.settings.steps is not None else self.settings.epochs or self.task.epochs,
             steps=self.step,
+            skipped_steps=int(skipped.sum()),
+            stopped=course.stopped,
+            best=None if self._decisions.best is None else dataclasses.asdict(self._decisions.best),
             examples_seen=int(rows.sum()),
-            losses=[float(loss) for loss in losses],
-            metrics=metrics,
+            losses=losses.sum(axis=1).tolist(),
+            penalties=penalties.tolist(),
+            learning_rates=rates[:, 0].tolist(),
+            loss_scale=float(self._step.scale.value) if self._step.scale.dynamic else None,
+            parts=parts if len(parts) > 1 else {},
+            metrics=course.metrics,
             weights_sha256=weights,
             state_sha256=state,
             step_time_ms=reporting.step_time(seconds),
