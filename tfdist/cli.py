@@ -1,4 +1,4 @@
-"""The command line: `tfdist train`, `python -m tfdist train` and `scripts/train.py` are the same.
+"""The command line: `tfdist train` and `tfdist check`. `python -m tfdist train` and `scripts/train.py` are the first.
 
 Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
 """
@@ -12,16 +12,17 @@ import sys
 import time
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import docstring_parser
 import jsonargparse
 
 from tfdist import __version__
+from tfdist.cluster import runtime
 from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.identity import Identity, identify
-from tfdist.config import Settings, TrainCommand
+from tfdist.config import CheckCommand, Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         _, channel = process()
         command = together(channel, "reading the command line", lambda: _parse(arguments))
+        if isinstance(command, CheckCommand):
+            return _check(command, identity)
         _train(command, identity, channel)
     except KeyboardInterrupt:
         print("tfdist: interrupted", file=sys.stderr)
@@ -89,6 +92,18 @@ def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
         report.write(result, command.report)
 
 
+def _check(command: CheckCommand, identity: Identity) -> int:
+    if identity.launcher != "alone":
+        raise UsageError("tfdist check starts its own processes. Run it without mpirun or TF_CONFIG.")
+    runtime.import_tensorflow()
+    from tfdist.evidence.check import check
+    from tfdist.training.report import check_writable
+
+    if command.json is not None:
+        check_writable(command.json, "json")
+    return 0 if check(command) else 1
+
+
 def _show(session: Session) -> None:
     """The resolved cluster, one line for each process, printed by the chief."""
     places = session.channel.exchange("showing the cluster", session.place())
@@ -98,34 +113,73 @@ def _show(session: Session) -> None:
             print("  " + "  ".join(f"{name} {value}" for name, value in place.items()), flush=True)
 
 
-def _parse(arguments: Sequence[str]) -> TrainCommand:
-    parser = _parser()
+def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand:
     try:
-        values = parser.parse_args(list(arguments)).train
-    except jsonargparse.ArgumentError as error:
-        raise _clear(" ".join(str(error).split())) from None
-    if values is None:
+        values = _parser().parse_args(list(arguments))
+    except RuntimeError:  # of the parser, over a mapping where it expects none
+        raise UsageError(
+            "the configuration has a mapping where a value or a list belongs. Write task_args: [name=value]."
+        ) from None
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise _clear(" ".join(str(error).split()), arguments) from None
+    name = values.command
+    if name is None:
         raise UsageError("no command. Try: tfdist train --help")
-    fields = {field.name for field in dataclasses.fields(TrainCommand)}
-    chosen = {name: value for name, value in vars(values).items() if name in fields}
-    return TrainCommand(**chosen | {"task_args": tuple(chosen["task_args"])})
+    fields = {field.name for field in dataclasses.fields(_COMMANDS[name])}
+    given: dict[str, Any] = {key: value for key, value in vars(values[name]).items() if key in fields}
+    command: TrainCommand | CheckCommand = _COMMANDS[name](
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    )
+    return command
 
 
-def _clear(message: str) -> UsageError:
+def _clear(message: str, arguments: Sequence[str]) -> UsageError:
     """The parser's message as setting, value and way out."""
-    fields = {field.name for field in dataclasses.fields(TrainCommand)}
+    command = next((name for name in _COMMANDS if name in arguments), "train")
+    types = typing.get_type_hints(_COMMANDS[command])
+    fields = set(types)
     unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", message)
     if unknown:
         flag = unknown.group(1)
         near = closest(flag, [name.replace("_", "-") for name in fields])
-        return UsageError(f"--{flag} is not a flag.{near} See: tfdist train --help")
-    value = re.search(r'Parser key "(\w+)".*Given value: (.*)$', message)
+        return UsageError(f"--{flag} is not a flag.{near} See: tfdist {command} --help")
+    option = re.search(r"does not accept option '([\w.-]+)'", message)
+    if option:
+        return UsageError(f"{option.group(1)} is not a setting of tfdist {command}.{closest(option.group(1), fields)}")
+    value = re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)$', message)
     if value and value.group(1) in fields:
         name, given = value.groups()
-        types = str(typing.get_type_hints(TrainCommand)[name])
-        kind = "a whole number" if "int" in types else "a number" if "float" in types else f"of type {types}"
-        return UsageError(f"{name}={given} must be {kind}.")
+        kind = types[name]
+        if typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            return UsageError(f"{name}={given} must be one of {', '.join(choices)}.{closest(given, choices)}")
+        words = "a whole number" if "int" in str(kind) else "a number" if "float" in str(kind) else f"of type {kind}"
+        return UsageError(f"{name}={given} must be {words}.")
     return UsageError(message)
+
+
+_GROUPS = {
+    "what and where": ("task", "task_args", "backend", "replicas", "report", "verbose", "quiet", "seed"),
+    "how long": ("epochs", "steps", "global_batch_size", "accumulate", "shuffle_buffer"),
+    "learning rate": (
+        *("learning_rate", "lr_scaling", "lr_schedule", "warmup_steps", "warmup_epochs", "warmup_from_zero"),
+        *("plateau_patience", "plateau_factor"),
+    ),
+    "loss and gradients": (
+        *("loss_reduction", "clip_value", "clip_norm", "clip_global_norm", "nan_policy", "sparse", "compression"),
+        "reduction",
+    ),
+    "weights and layers": ("weight_decay", "weight_decay_exclude", "ema", "batch_norm"),
+    "precision and speed": (
+        *("precision", "loss_scale", "loss_scale_growth", "jit", "steps_per_chunk", "intra_op_threads"),
+    ),
+    "evaluation and its consequences": (
+        *("validate_every", "monitor", "monitor_mode", "min_delta", "patience", "restore_best"),
+    ),
+}
+"""In which the flags of `tfdist train` are shown."""
+
+_COMMANDS: dict[str, type[Any]] = {"train": TrainCommand, "check": CheckCommand}
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -136,32 +190,42 @@ def _parser() -> jsonargparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tfdist {__version__}")
     commands = parser.add_subcommands(required=False, dest="command")
-    commands.add_subcommand("train", _train_parser(), help="train a task on a backend")
+    train = _command_parser(
+        TrainCommand, "Train a task on a backend. Under mpirun every process runs the same command."
+    )
+    train.add_argument("--config", action="config", help="Read settings from a YAML file; later flags win.")
+    commands.add_subcommand("train", train, help="train a task on a backend")
+    check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
+    commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
     return parser
 
 
-def _train_parser() -> jsonargparse.ArgumentParser:
-    """One flag for each field of `TrainCommand`, with the field's type, default and documentation."""
-    parser = jsonargparse.ArgumentParser(
-        description="Train a task on a backend. Under mpirun every process runs the same command.",
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action="config", help="Read settings from a YAML file; later flags win.")
-    types = typing.get_type_hints(TrainCommand)
+def _command_parser(command: type, description: str) -> jsonargparse.ArgumentParser:
+    """One flag for each field of a command, with the field's type, default and documentation."""
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    groups = {title: parser.add_argument_group(title) for title in _GROUPS if command is TrainCommand}
+    types = typing.get_type_hints(command)
     documentation = {
         parameter.arg_name: " ".join((parameter.description or "").split())
-        for cls in (TrainCommand, Settings)
+        for cls in command.__mro__[:-1]
         for parameter in docstring_parser.parse_from_object(cls).params
     }
-    for field in dataclasses.fields(TrainCommand):
+    order = [name for names in _GROUPS.values() for name in names]
+    for field in sorted(dataclasses.fields(command), key=lambda f: order.index(f.name) if f.name in order else -1):
         option: dict[str, Any] = {"default": field.default, "help": documentation[field.name]}
-        if types[field.name] is bool:
+        kind = types[field.name]
+        if kind is bool:
             option["action"] = "store_true"
-        elif typing.get_origin(types[field.name]) is tuple:
-            option |= {"type": str, "nargs": "+", "action": "extend", "metavar": "NAME=VALUE", "default": []}
+        elif typing.get_origin(kind) is tuple:
+            metavar = "NAME=VALUE" if field.name == "task_args" else "WORD" if str in typing.get_args(kind) else "N"
+            option |= {"type": typing.get_args(kind)[0], "nargs": "+", "metavar": metavar}
+            option["default"] = list(getattr(command, field.name))
+            if field.name == "task_args":
+                option["action"] = "extend"
         else:
-            option["type"] = types[field.name]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
+            option["type"] = kind
+        title = next((title for title, names in _GROUPS.items() if field.name in names), "")
+        groups.get(title, parser).add_argument(f"--{field.name.replace('_', '-')}", **option)
     return parser
 
 
