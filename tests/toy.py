@@ -118,49 +118,12 @@ class ConvNet(BatchNormNet):
                 layers.Reshape((6, 4, 1)),
                 layers.SeparableConv2D(4, 3, padding="same"),
                 layers.MaxPooling2D(2),
+                *([layers.BatchNormalization(synchronized=True)] if self.synchronized else []),
                 layers.Conv2D(3, 2),
                 layers.Flatten(),
                 layers.Dense(3),
             ]
         )
-
-
-@dataclasses.dataclass(kw_only=True)
-class Penalized(ToyLine):
-    """`ToyLine` with an L2 penalty on its weight: the gradient gains 2·0.5·w whatever the number of replicas."""
-
-    def build_model(self) -> keras.Model:
-        dense = keras.layers.Dense(
-            1,
-            use_bias=False,
-            kernel_initializer=keras.initializers.Constant(1.0),
-            kernel_regularizer=keras.regularizers.L2(0.5),
-        )
-        return keras.Sequential([keras.Input((1,)), dense])
-
-
-@dataclasses.dataclass(kw_only=True)
-class ActivityPenalized(ToyLine):
-    """`ToyLine` with an L2 penalty on its output, whose mean over the rows is 0.5·w²."""
-
-    def build_model(self) -> keras.Model:
-        dense = keras.layers.Dense(
-            1,
-            use_bias=False,
-            kernel_initializer=keras.initializers.Constant(1.0),
-            activity_regularizer=keras.regularizers.L2(0.5),
-        )
-        return keras.Sequential([keras.Input((1,)), dense])
-
-
-@dataclasses.dataclass(kw_only=True)
-class Clipped(ToyLine):
-    """`ToyLine` whose Keras optimizer clips by global norm; right only if it clips after the reduction."""
-
-    norm: float | None = 1.0
-
-    def build_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(learning_rate, global_clipnorm=self.norm)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -345,6 +308,7 @@ class Broken(ToyNet):
             "unequal lengths": (inputs, labels[:5]),
             "a number": 7,
             "ragged examples": ragged(),
+            "negative weight": (inputs, labels, np.where(np.arange(len(labels)) % 4, 1, -1).astype(np.float32)),
             "batched": tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(4),
         }.get(self.wrong, (inputs, labels))
 

@@ -15,6 +15,7 @@ from tests.jobs import ROOT, Ended, run_alone, run_mpi, run_tf_config
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
+PROGRAM = Path(__file__).with_name("command_program.py")
 
 BACKENDS_OF_PROCESSES = ["horovod", "multi_worker_mirrored"]
 
@@ -93,8 +94,8 @@ def test_the_report_holds_what_it_promises(reports: dict[str, dict[str, Any]]) -
 
 
 def test_the_chief_alone_speaks_and_mpirun_defaults_to_horovod() -> None:
-    job = run_mpi(4, TRAIN, "--epochs", "1", "--global-batch-size", "128").check()
-    assert job.output.count("training on horovod, 4 replicas") == 1
+    job = run_mpi(3, TRAIN, "--epochs", "1", "--global-batch-size", "128").check()
+    assert job.output.count("training on horovod, 3 replicas") == 1
     assert job.output.count("test: loss") == 1
     assert "\x1b" not in job.output, "no terminal, so no bar"
 
@@ -123,48 +124,62 @@ def test_ranks_of_different_shapes_end_the_job(backend: str) -> None:
     assert "(8, 16)" in ours(job)[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (["--backend", "horovid"], ["backend='horovid'", "Did you mean 'horovod'?"]),
-        (["--stps", "3"], ["--stps is not a flag", "Did you mean 'steps'?"]),
-        (["--steps", "0"], ["steps=0"]),
-        (["--steps", "many"], ["steps=many must be a whole number"]),
-        (["--global-batch-size", "-1"], ["global_batch_size=-1"]),
-        (["--steps", "3", "--epochs", "3"], ["epochs=3", "steps=3"]),
-        (["--learning-rate", "nan"], ["learning_rate=nan", "a number"]),
-        (["--task", "nowhere.py:Task"], ["nowhere.py"]),
-        (["--task", f"{TOY}:Missing"], ["'Missing'", "ToyLine"]),
-        (["--task", f"{TOY}:NoTask"], ["'NoTask'", "not a subclass of tfdist.Task"]),
-        (["--task", "no.such.module:Task"], ["no.such.module"]),
-        (["--task", "digit"], ["Did you mean 'digits'?"]),
-        (["--task-args", "filtres=3"], ["filtres", "Did you mean 'filters'?"]),
-        (["--task-args", "filters=three"], ["filters", "three"]),
-        (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
-        (["--report", "/"], ["it is a folder"]),
-        (["--replicas", "2", "--backend", "horovod"], ["replicas=2"]),
-        (["--replicas", "2", "--backend", "one_device"], ["replicas=2"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
-    ],
-    ids=lambda value: " ".join(value).replace(str(ROOT), ".") if isinstance(value, list) and value[0] != "x" else None,
-)
-def test_bad_flags_are_refused_before_training(flags: list[str], parts: list[str]) -> None:
-    refused(run_alone(TRAIN, *flags), *parts)
+BAD_FLAGS: list[tuple[list[str], list[str]]] = [
+    (["--backend", "horovid"], ["backend='horovid'", "Did you mean 'horovod'?"]),
+    (["--stps", "3"], ["--stps is not a flag", "Did you mean 'steps'?"]),
+    (["--steps", "0"], ["steps=0"]),
+    (["--steps", "many"], ["steps=many must be a whole number"]),
+    (["--global-batch-size", "-1"], ["global_batch_size=-1"]),
+    (["--steps", "3", "--epochs", "3"], ["epochs=3", "steps=3"]),
+    (["--learning-rate", "nan"], ["learning_rate=nan", "a number"]),
+    (["--precision", "float17"], ["precision=float17", "bfloat16", "Did you mean 'float16'?"]),
+    (["--clip-norm", "1", "--clip-value", "1"], ["clip_value=1.0 and clip_norm=1.0 are both set", "Leave one"]),
+    (["--monitor", "test/accurcy"], ["monitor='test/accurcy'", "test/loss, test/accuracy"]),
+    (["--task", "nowhere.py:Task"], ["nowhere.py"]),
+    (["--task", f"{TOY}:Missing"], ["'Missing'", "ToyLine"]),
+    (["--task", f"{TOY}:NoTask"], ["'NoTask'", "not a subclass of tfdist.Task"]),
+    (["--task", "no.such.module:Task"], ["no.such.module"]),
+    (["--task", "digit"], ["Did you mean 'digits'?"]),
+    (["--task-args", "filtres=3"], ["filtres", "Did you mean 'filters'?"]),
+    (["--task-args", "filters=three"], ["filters", "three"]),
+    (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+    (["--report", "/"], ["it is a folder"]),
+    (["--replicas", "2", "--backend", "horovod"], ["replicas=2"]),
+    (["--replicas", "2", "--backend", "one_device"], ["replicas=2"]),
+    (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+]
+BAD_UNDER_MPIRUN: list[tuple[list[str], list[str]]] = [
+    (["--backend", "mirrored"], ["backend='mirrored'", "the launcher started 2", "--backend horovod"]),
+    (["--steps", "0"], ["steps=0"]),
+    (["--task", f"{TOY}:Missing"], ["'Missing'"]),
+    (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+    (["--task", f"{TOY}:Broken", "--task-args", "wrong=scalar loss"], ["the loss has shape ()"]),
+    (["--task", f"{TOY}:Broken", "--task-args", "wrong=negative weight"], ["step 1: a weight is negative"]),
+    (["--task", f"{TOY}:Broken", "--task-args", "wrong=loss of another length"], ["step 1: the loss must have one"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (["--backend", "mirrored"], ["backend='mirrored'", "the launcher started 2", "--backend horovod"]),
-        (["--steps", "0"], ["steps=0"]),
-        (["--task", f"{TOY}:Missing"], ["'Missing'"]),
-        (["--report", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
-        (["--task", f"{TOY}:Broken", "--task-args", "wrong=scalar loss"], ["the loss has shape ()"]),
-    ],
-    ids=["single-process backend", "steps", "task", "report", "loss"],
-)
-def test_bad_input_is_told_once_under_mpirun(flags: list[str], parts: list[str]) -> None:
-    refused(run_mpi(2, TRAIN, *flags), *parts)
+def test_bad_flags_are_refused_before_training(tmp_path: Path) -> None:
+    commands = [["train", *flags] for flags, _ in BAD_FLAGS]
+    run_alone(PROGRAM, tmp_path, json.dumps(commands)).check()
+    results = json.loads((tmp_path / "0.json").read_text())
+    for (code, output), (_, parts) in zip(results, BAD_FLAGS, strict=True):
+        refused(Ended(code, output), *parts)
+
+
+def test_bad_input_is_told_once_under_mpirun(tmp_path: Path) -> None:
+    commands = [["train", *flags] for flags, _ in BAD_UNDER_MPIRUN]
+    run_mpi(2, PROGRAM, tmp_path, json.dumps(commands)).check()
+    chief, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for (code, output), (code_1, output_1), (_, parts) in zip(chief, other, BAD_UNDER_MPIRUN, strict=True):
+        refused(Ended(code, output), *parts)
+        assert code_1 == 2
+        assert not ours(Ended(code_1, output_1)), "the chief alone speaks"
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, ["--stps", "3"]), (2, ["--steps", "0"])], ids=["alone", "mpirun"])
+def test_bad_flags_end_the_processes(ranks: int, flags: list[str]) -> None:
+    refused(run_alone(TRAIN, *flags) if ranks == 1 else run_mpi(ranks, TRAIN, *flags), flags[0].strip("-"))
 
 
 def test_a_launcher_whose_processes_do_not_find_each_other_is_refused() -> None:
@@ -209,6 +224,46 @@ def test_the_examples_give_the_same_on_every_strategy(name: str) -> None:
     results = [line for job in jobs for line in job.output.splitlines() if line.startswith("loss ")]
     assert len(results) == 5
     assert len(set(results)) == 1
+
+
+def test_the_gan_gives_the_same_on_every_backend(tmp_path: Path) -> None:
+    common = ["--task", f"{ROOT / 'docs' / 'examples' / 'gan.py'}:Gan", "--epochs", "1", "--report"]
+    run_mpi(2, TRAIN, *common, tmp_path / "horovod.json").check()
+    run_alone(TRAIN, "--backend", "mirrored", "--replicas", "2", *common, tmp_path / "mirrored.json").check()
+    horovod, mirrored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("horovod", "mirrored"))
+    assert horovod["weights_sha256"] == mirrored["weights_sha256"]
+    assert horovod["parts"] == mirrored["parts"]
+    assert set(horovod["parts"]) == {"generator", "discriminator"}
+    assert horovod["losses"] == pytest.approx(
+        [sum(pair) for pair in zip(*(part["losses"] for part in horovod["parts"].values()), strict=True)], rel=1e-6
+    )
+
+
+def test_check_tells_right_from_wrong(tmp_path: Path) -> None:
+    """A case with another right value must fail, and the rest of the table must not."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import dataclasses, sys\n"
+        "from tfdist.cli import main\n"
+        "from tfdist.evidence.cases import CASES\n"
+        "wrong = dataclasses.replace(CASES['uneven-rows'], right=lambda replicas: [1.39, 1.78])\n"
+        "CASES['uneven-rows'] = wrong\n"
+        "sys.exit(main(['check', '--backends', 'mirrored', '--cases', 'uneven', 'reported', '--json', sys.argv[1]]))\n"
+    )
+    job = run_alone(program, tmp_path / "check.json")
+    assert job.code == 1, job.output
+    written = json.loads((tmp_path / "check.json").read_text())
+    assert not written["passed"]
+    passed = {(r["case"], r["backend"]): r["passed"] for r in written["results"]}
+    assert passed == {
+        ("uneven-rows", "one_device"): False,
+        ("uneven-rows", "mirrored"): False,
+        ("reported-loss", "one_device"): True,
+        ("reported-loss", "mirrored"): True,
+    }
+    assert "FAIL uneven-rows on mirrored with 2 replica(s)" in job.output
+    assert "2 of 4 values are right" in job.output
+    refused(run_alone("-m", "tfdist", "check", "--cases", "unevn"), "cases='unevn'", "uneven-rows")
 
 
 def test_the_task_of_the_readme_trains(tmp_path: Path) -> None:

@@ -14,27 +14,30 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.cases import checked
 from tests.jobs import run_alone, run_mpi
+from tfdist.evidence.cases import CASES as CASES_OF_CHECK
+from tfdist.evidence.judge import Verdict, judge
+from tfdist.evidence.runs import Job, read
 
 CASES = Path(__file__).with_name("cases.py")
 FOLDER = Path(tempfile.mkdtemp(prefix="tfdist-cases-"))
 
 ONE = [("one_device", 1)]
 TWO = [("mirrored", 2), ("horovod", 2), ("multi_worker_mirrored", 2)]
-MORE = [(backend, count) for count in (3, 4) for backend in ("mirrored", "horovod", "multi_worker_mirrored")]
-IDS = [f"{backend}-{count}" for backend, count in [*ONE, *TWO, *MORE]]
+MORE = [("mirrored", 3), ("mirrored", 4), ("horovod", 4), ("multi_worker_mirrored", 4)]
 
 Result = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @functools.cache
 def started(backend: str, count: int) -> str:
     if backend in ("one_device", "mirrored"):
         # One process does all numbers of replicas: importing and warming up TensorFlow is what takes time.
-        return run_alone(CASES, FOLDER, backend, *((1,) if backend == "one_device" else (4, 3, 2)), timeout=390).output
-    return run_mpi(count, CASES, FOLDER, backend, timeout=390).output
+        return run_alone(CASES, FOLDER, backend, *((1,) if backend == "one_device" else (4, 3, 2)), timeout=580).output
+    return run_mpi(count, CASES, FOLDER, backend, timeout=580).output
 
 
 @functools.cache
@@ -56,60 +59,35 @@ def reference(case: str) -> Any:
     return results("one_device", 1)[0][case]
 
 
-def weight(fit: Result) -> float:
-    return float(np.ravel(fit["weights"][0])[0])
+@functools.cache
+def verdicts(backend: str, count: int) -> dict[str, Verdict]:
+    """By case: what `tfdist check` would say. Cases without a right value are compared with one process."""
+    places = dict.fromkeys([("one_device", 1), ("mirrored" if count > 1 else "one_device", count), (backend, count)])
+    found = {place: read(FOLDER, *place) for place in places if results(*place)}
+    jobs = [Job(name, (number,), tuple(CASES_OF_CHECK)) for name, number in places]
+    return {v.case: v for v in judge(found, jobs) if (v.backend, v.replicas) == (backend, count)}
 
 
 @each(ONE, TWO, MORE)
-def test_uneven_rows_are_weighted_by_example(backend: str, count: int) -> None:
-    # One step moves w by 0.2·(m − w), m the mean target of its rows. 5 rows: (0+1+2+3)/4 = 1.5, then 4.
+@pytest.mark.parametrize("case", list(CASES_OF_CHECK))
+def test_the_cases_of_check(backend: str, count: int, case: str) -> None:
+    if not CASES_OF_CHECK[case].applies(backend, count):
+        pytest.skip("does not apply here")
+    if case not in checked(backend, count):
+        pytest.skip("not run here")
+    verdict = verdicts(backend, count)[case]
+    assert verdict.error is None
+    assert verdict.passed, f"{CASES_OF_CHECK[case].says}: {verdict.value}, not {verdict.right}"
+
+
+@each(ONE, TWO, MORE)
+def test_uneven_rows_are_counted(backend: str, count: int) -> None:
     for process in results(backend, count):
         got = process["uneven_rows"]
-        for rows, right, steps in (("3", 1.0, 1), ("5", 1.68, 2), ("6", 1.78, 2)):
-            assert weight(got[rows]) == pytest.approx(right, abs=1e-5)
-            assert got[rows]["steps"] == steps
-            assert got[rows]["examples_seen"] == int(rows)
-            assert got[rows]["traces"]["train"] == 1
-            assert got[rows]["replicas_in_sync"] == count
-
-
-@each(ONE, TWO)
-def test_the_reported_loss_is_the_global_mean(backend: str, count: int) -> None:
-    # Σ (1 − i)² for i = 0…7 is 92; 92 / 8 = 11.5.
-    for process in results(backend, count):
-        assert process["reported_loss"] == pytest.approx([11.5], abs=1e-5)
-
-
-@each(ONE, TWO)
-def test_example_weights_divide_globally(backend: str, count: int) -> None:
-    # Weights 1, 0, 2, 0.5, 4 of targets 0…4: m = (0 + 4 + 1.5 + 16) / 7.5, w = 1 + 0.2·(m − 1); loss Σ w(1−y)²/7.5.
-    for process in results(backend, count):
-        assert weight(process["weighted_rows"]) == pytest.approx(1 + 0.2 * (21.5 / 7.5 - 1), abs=1e-5)
-        assert process["weighted_rows"]["losses"] == pytest.approx([41 / 7.5], abs=1e-5)
-
-
-@each(ONE, TWO)
-def test_penalties_enter_once_and_stay_out_of_the_loss(backend: str, count: int) -> None:
-    # Targets 0…4: data gradient 2·(1 − 2) = −2; penalty 0.5·w² adds 1; w = 1 − 0.1·(−2 + 1) = 1.1.
-    for process in results(backend, count):
-        for kind in ("weights", "activity"):
-            assert weight(process["penalties"][kind]) == pytest.approx(1.1, abs=1e-6)
-            assert process["penalties"][kind]["losses"] == pytest.approx([3.0], abs=1e-5)
-
-
-@each(ONE, TWO)
-def test_an_optimizer_that_clips_does_so_after_the_reduction(backend: str, count: int) -> None:
-    # Gradients 6 and −2 of the rows, mean 2. Clipped to 1: w = 0. Not clipped: w = −1. Clipped before: w = 1.
-    for process in results(backend, count):
-        assert np.ravel(process["clip_after_reduction"]["1.0"]) == pytest.approx([0.0], abs=1e-6)
-        assert np.ravel(process["clip_after_reduction"]["None"]) == pytest.approx([-1.0], abs=1e-6)
-
-
-@each(ONE, TWO)
-def test_all_ranks_take_the_mean_step(backend: str, count: int) -> None:
-    weights = [np.ravel(process["two_targets"])[0] for process in results(backend, count)]
-    assert weights[0] == pytest.approx(1.8, abs=1e-6)
-    assert max(weights) - min(weights) == 0
+        assert got["steps"] == 2
+        assert got["examples_seen"] == 5
+        assert got["traces"]["train"] == 1
+        assert got["replicas_in_sync"] == count
 
 
 @each([("horovod", 2)])
@@ -135,11 +113,11 @@ def test_a_step_written_by_hand_equals_the_default_step(backend: str, count: int
         assert process["own_step"]["state_sha256"] == process["toy_net"]["state_sha256"]
 
 
-@each(TWO, MORE)
+@each(TWO)
 def test_local_batch_norm_survives_empty_replicas(backend: str, count: int) -> None:
-    native = results("mirrored", count)[0]["batch_norm"]["False"]
+    native = results("mirrored", count)[0]["batch_norm"]
     for process in results(backend, count):
-        got = process["batch_norm"]["False"]
+        got = process["batch_norm"]
         assert got["steps"] == 6
         for name, values in got["state"].items():
             assert np.isfinite(values).all(), name
@@ -148,25 +126,14 @@ def test_local_batch_norm_survives_empty_replicas(backend: str, count: int) -> N
         assert got["losses"] == pytest.approx(native["losses"], abs=1e-5)
 
 
-@each(TWO, MORE)
-def test_a_convolution_on_empty_replicas_equals_one_device(backend: str, count: int) -> None:
-    right = reference("convolution")
-    for process in results(backend, count):
-        got = process["convolution"]
-        assert got["losses"] == pytest.approx(right["losses"], abs=1e-5)
-        for mine, theirs in zip(got["state"].values(), right["state"].values(), strict=True):
-            assert np.allclose(mine, theirs, atol=1e-5)
-
-
-@each(TWO, MORE)
-def test_synchronized_batch_norm_equals_one_device(backend: str, count: int) -> None:
-    right = reference("batch_norm")["True"]
-    for process in results(backend, count):
-        got = process["batch_norm"]["True"]
-        assert got["losses"] == pytest.approx(right["losses"], abs=1e-5)
-        assert len(got["state"]) == 2
-        for mine, theirs in zip(got["state"].values(), right["state"].values(), strict=True):
-            assert np.allclose(mine, theirs, atol=1e-5)
+@each(TWO, MORE[:1])
+def test_convolutions_on_empty_replicas_equal_one_device(backend: str, count: int) -> None:
+    for kind, right in reference("convolution").items():
+        for process in results(backend, count):
+            got = process["convolution"][kind]
+            assert got["losses"] == pytest.approx(right["losses"], abs=1e-4 if kind == "True" else 1e-5)
+            for mine, theirs in zip(got["state"].values(), right["state"].values(), strict=True):
+                assert np.allclose(mine, theirs, atol=5e-4 if kind == "True" else 1e-5)
 
 
 @each(TWO)

@@ -30,6 +30,7 @@ def test_the_headline_says_all_in_one_line() -> None:
     )
     endless = dataclasses.replace(PLAN, replicas=1, examples=None, steps_per_epoch=None)
     assert "mirrored, 1 replica: 230 steps of 64 examples (endless examples)" in endless.headline()
+    assert "230 steps of 4 × 64 examples (1438 examples)" in dataclasses.replace(PLAN, accumulate=4).headline()
 
 
 @pytest.mark.parametrize(
@@ -43,12 +44,15 @@ def test_the_headline_says_all_in_one_line() -> None:
 )
 def test_where_a_step_is(step: int, position: str) -> None:
     assert PLAN.position(step) == position
+    assert PLAN.epoch(step) == int(position.split()[1].partition("/")[0])
 
 
 def test_where_a_step_is_without_whole_epochs() -> None:
     assert dataclasses.replace(PLAN, steps=24).position(24) == "epoch 2/2 step 24/24"
     assert dataclasses.replace(PLAN, steps=5).position(5) == "epoch 1/1 step 5/5"
-    assert dataclasses.replace(PLAN, steps_per_epoch=None).position(24) == "step 24/230"
+    endless = dataclasses.replace(PLAN, steps_per_epoch=None)
+    assert endless.position(24) == "step 24/230"
+    assert endless.epoch(24) is None
 
 
 def test_lines_come_at_most_once_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,22 +63,22 @@ def test_lines_come_at_most_once_an_interval(capsys: pytest.CaptureFixture[str])
     shown = []
     for step, seconds in ((10, 0.0), (20, 4.9), (30, 0.1), (40, 3.0), (50, 30.0), (60, 4.0)):
         clock.now += seconds
-        console.progress(step, 0.123456, 1234.5)
+        console.progress(step, 0.123456, 1234.5, 0.0123456)
         shown.append((step, capsys.readouterr().out))
     assert [step for step, text in shown if text] == [10, 30, 50]
-    assert shown[0][1] == "epoch 1/10 step 10/230  loss 0.1235  1234 examples/s\n"
+    assert shown[0][1] == "epoch 1/10 step 10/230  loss 0.1235  learning rate 0.01235  1234 examples/s\n"
 
 
 def test_the_last_step_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
     console = LineConsole(interval=5, clock=Clock())
     console.begin(PLAN)
-    console.progress(229, 1.0, 1.0)
+    console.progress(229, 1.0, 1.0, 0.1)
     capsys.readouterr()
-    console.progress(230, 1.0, 1.0)
+    console.progress(230, 1.0, 1.0, 0.1)
     assert "step 230/230" in capsys.readouterr().out
 
 
-def test_evaluations_and_the_end_are_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_notes_and_the_end_are_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
     console = LineConsole(interval=5, clock=Clock())
     console.begin(PLAN)
     capsys.readouterr()
@@ -82,6 +86,8 @@ def test_evaluations_and_the_end_are_always_shown(capsys: pytest.CaptureFixture[
         console.evaluated(23, "test", {"loss": 0.123456, "accuracy": 1.0, "per_class": [0.5, 1.0]})  # type: ignore[dict-item]
     line = "epoch 1/10 step 23/230  test: loss 0.1235  accuracy 1  per_class [0.5, 1.0]\n"
     assert capsys.readouterr().out == line * 2
+    console.note("stopping early")
+    assert capsys.readouterr().out == "stopping early\n"
     console.end("done")
     console.close()
     assert capsys.readouterr().out == "done\n"
@@ -100,9 +106,10 @@ def lines(screen: io.StringIO) -> list[str]:
 
 def run(console: Console) -> None:
     console.begin(PLAN)
-    console.progress(23, 0.123456, 123456.7)
+    console.progress(23, 0.123456, 123456.7, 0.0123456)
     console.evaluated(23, "test", {"loss": 0.5, "accuracy": 0.25})
-    console.progress(230, 0.01, 123456.7)
+    console.note("step 23: no better; the learning rate is multiplied by 0.1")
+    console.progress(230, 0.01, 123456.7, 1e-5)
     console.end("done: 230 steps")
     console.close()
 
@@ -113,12 +120,14 @@ def test_the_bar_fits_into_80_columns() -> None:
     shown = lines(screen)
     assert PLAN.headline() in shown
     assert "epoch 1/10 step 23/230  test: loss 0.5  accuracy 0.25" in shown
+    assert "step 23: no better; the learning rate is multiplied by 0.1" in shown
     bars = [line for line in shown if "examples/s" in line and not line.startswith("training")]
     assert bars
     for line in bars:
         assert len(line) <= 80
         assert "…" not in line
-    assert any(line.startswith("epoch 10/10  loss 0.01 ") and " 230/230 123457 examples/s" in line for line in bars)
+    last = [line for line in bars if line.startswith("epoch 10/10  loss 0.01  lr 1e-05 ")]
+    assert any(" 230/230 123457 examples/s" in line for line in last)
     assert shown[-1] == "done: 230 steps"
 
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tests.unit.one_device import STRATEGY
 from tfdist import Task, UsageError
+from tfdist.cluster.causes import unwrapped
 from tfdist.training.data import Examples, _piece, load_examples
 
 
@@ -223,6 +224,105 @@ class TestStructures:
         assert take(examples.evaluation_batches(STRATEGY, global_batch_size=1), 1) == [([0.0], [b"valid"])]
 
 
+def augmented(
+    augment: Callable[[Any, tf.Tensor], Any],
+    steps: int,
+    *,
+    element: Any = ROWS,
+    strategy: Any = STRATEGY,
+    **changes: Any,
+) -> list[Any]:
+    """What training gets of `element` in batches of 2, in the dataset's order."""
+    examples = load(AnyStructure(make=lambda split: element), "train")
+    settings = {"global_batch_size": 2, "seed": 0, "shuffle_buffer": 0, **changes}
+    return take(iter(examples.training_batches(strategy, augment=augment, **settings)), steps)
+
+
+def draw(example: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """The example, and behind the point a number from the seed."""
+    return example + tf.random.stateless_uniform([], seed, maxval=0.99)
+
+
+class TestAugmentation:
+    def test_each_example_is_changed_by_itself(self) -> None:
+        def double(example: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+            assert example.shape == ()
+            assert seed.shape == (2,)
+            return 2 * example
+
+        assert augmented(double, 4) == [[0, 2], [4], [0, 2], [4]]
+
+    def test_seeds_differ_by_example_and_epoch_and_repeat_from_the_runs_seed(self) -> None:
+        first = flat(augmented(draw, 4))
+        assert [int(value) for value in first] == [0, 1, 2] * 2
+        assert len({round(value % 1, 4) for value in first}) == 6
+        assert flat(augmented(draw, 4)) == first
+        other = flat(augmented(draw, 4, seed=1))
+        assert all(a != b for a, b in zip(first, other, strict=True))
+
+    def test_seeds_do_not_depend_on_the_batch_or_the_replicas(self) -> None:
+        batches = augmented(draw, 4)
+        assert flat(augmented(draw, 2, global_batch_size=3)) == flat(batches)
+        parts = [augmented(draw, 4, strategy=InputOnly(2, 2, pipeline)) for pipeline in range(2)]
+        assert [flat(list(pieces)) for pieces in zip(*parts, strict=True)] == batches
+
+    def test_the_order_is_the_same_as_without(self) -> None:
+        examples = numbers(10)
+        settings: dict[str, Any] = {"global_batch_size": 4, "seed": 3, "shuffle_buffer": 100}
+        changed = examples.training_batches(STRATEGY, **settings, augment=lambda example, seed: example)
+        assert take(changed, 6) == take(examples.training_batches(STRATEGY, **settings), 6)
+
+    @pytest.mark.parametrize(
+        "element", [{"a": ROWS, "b": (ROWS,)}, (ROWS, ROWS), (ROWS,), Pair(ROWS, ROWS)], ids=["dict", "2", "1", "named"]
+    )
+    def test_structures_are_kept(self, element: Any) -> None:
+        def negative(example: Any, seed: tf.Tensor) -> Any:
+            return tf.nest.map_structure(tf.negative, example)
+
+        (got,) = augmented(negative, 1, element=element)
+        want = tf.nest.map_structure(lambda array: (-array[:2]).tolist(), element)
+        assert got == want
+        assert type(got) is type(want)
+
+    def test_sparse_and_ragged_examples(self) -> None:
+        sparse = tf.sparse.from_dense(np.array([[1, 0], [0, 2], [3, 0]], np.float32))
+        ragged = tf.ragged.constant([[1.0, 2.0], [3.0], []])
+        dataset = tf.data.Dataset.from_tensor_slices((sparse, ragged))
+        examples = load(AnyStructure(make=lambda split: dataset), "train")
+
+        def double(example: Any, seed: tf.Tensor) -> Any:
+            return example[0] * 2.0, example[1] * 2.0
+
+        batches = examples.training_batches(STRATEGY, global_batch_size=3, seed=0, shuffle_buffer=0, augment=double)
+        left, right = next(batches)
+        assert tf.sparse.to_dense(left).numpy().tolist() == [[2, 0], [0, 4], [6, 0]]
+        assert right.to_list() == [[2, 4], [6], []]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda example, seed: (example, example),
+            lambda example, seed: example[None],
+            lambda example, seed: tf.cast(example, tf.float64),
+            lambda example, seed: None,
+            lambda example, seed: tf.sparse.from_dense(example[None]),
+        ],
+        ids=["structure", "shape", "dtype", "nothing", "sparse"],
+    )
+    def test_another_structure_shape_or_type_is_refused(self, wrong: Any) -> None:
+        with pytest.raises(UsageError) as caught:
+            augmented(wrong, 1)
+        assert str(unwrapped(caught.value)).startswith("Task.augment must return an example of the structure, shapes")
+
+    def test_another_dataset_can_be_read_after_an_error_in_augment(self) -> None:
+        def fall(example: Any, seed: tf.Tensor) -> Any:
+            raise RuntimeError("the sky is falling")
+
+        with pytest.raises(RuntimeError, match="the sky is falling"):
+            augmented(fall, 1)
+        assert augmented(lambda example, seed: example, 1) == [[0, 1]]
+
+
 class TestSizes:
     def test_an_endless_dataset(self) -> None:
         endless = load(AnyStructure(make=lambda split: tf.data.Dataset.range(3).repeat()), "train")
@@ -251,6 +351,17 @@ class TestSizes:
             for epoch in (batches[:2], batches[2:]):
                 assert sorted(flat([left for left, _ in epoch])) == list(range(7))
                 assert all(a == -b for left, right in epoch for a, b in zip(left, right, strict=True))
+
+    def test_whether_the_size_is_known(self) -> None:
+        filtered = tf.data.Dataset.range(10).filter(lambda i: i % 3 == 0)
+        for rows, count, right in (
+            (filtered, False, (None, False)),
+            (filtered, True, (4, True)),
+            (tf.data.Dataset.range(3), False, (3, True)),
+            (tf.data.Dataset.range(3).repeat(), False, (None, True)),
+        ):
+            examples = load(AnyStructure(make=lambda split, rows=rows: rows), "train", count=count)
+            assert (examples.size, examples.counted) == right
 
     def test_what_knows_its_size_is_not_counted_and_an_endless_generator_can_be_used(self) -> None:
         notices: list[str] = []
@@ -300,6 +411,30 @@ class TestSizes:
     def test_an_empty_split_is_refused(self, empty: Any) -> None:
         with pytest.raises(UsageError, match="the dataset of split 'train' is empty"):
             load(Source(make=lambda split: empty), "train")
+
+
+class Pipelines(InputOnly):
+    """Keeps the pipelines that it asks for."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas, 1, 0)
+        self.seen: list[tf.data.Dataset] = []
+
+    def distribute_datasets_from_function(self, function: Callable[[Any], tf.data.Dataset]) -> tf.data.Dataset:
+        self.seen.append(super().distribute_datasets_from_function(function))
+        return self.seen[-1]
+
+
+class TestTuning:
+    @pytest.mark.parametrize(("arrays", "replicas", "off"), [(True, 1, True), (False, 1, False), (False, 2, True)])
+    def test_arrays_and_several_devices_are_not_tuned(self, arrays: bool, replicas: int, off: bool) -> None:
+        rows: Any = (ROWS, ROWS) if arrays else tf.data.Dataset.from_tensor_slices((ROWS, ROWS))
+        examples = load(AnyStructure(make=lambda split: rows), "train")
+        assert examples.tuned is not arrays
+        strategy: Any = Pipelines(replicas)
+        examples.training_batches(strategy, global_batch_size=2, seed=0, shuffle_buffer=0)
+        examples.evaluation_batches(strategy, global_batch_size=2)
+        assert [dataset.options().autotune.enabled is False for dataset in strategy.seen] == [off, off]
 
 
 class TestRefusals:

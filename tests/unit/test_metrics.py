@@ -64,6 +64,48 @@ class Count(keras.metrics.Metric):
         return 1000 * self.right + self.rows
 
 
+class Seen(keras.metrics.Metric):
+    """Counts rows, and returns its variable as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.add_variable((), "zeros", dtype="int64", name="rows")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign(self.rows + tf.shape(y_true, tf.int64)[0])
+
+    def result(self) -> Any:
+        return self.rows
+
+
+class Largest(keras.metrics.Metric):
+    """Keeps the largest prediction, from `start`."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.start = start
+        self.most = self.add_variable((), keras.initializers.Constant(start), name="most")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def reset_state(self) -> None:
+        self.most.assign(self.start)
+
+    def result(self) -> Any:
+        return self.most
+
+
+class Parts(keras.metrics.Mean):
+    """A mean, and twice that, as two results."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(y_pred, sample_weight)
+
+    def result(self) -> dict[str, Any]:
+        return {"once": super().result(), "twice": 2 * super().result()}
+
+
 METRICS: list[Any] = [
     pytest.param(keras.metrics.BinaryAccuracy, binary, id="BinaryAccuracy"),
     pytest.param(keras.metrics.AUC, binary, id="AUC"),
@@ -75,25 +117,30 @@ METRICS: list[Any] = [
     pytest.param(lambda: keras.metrics.AUC(multi_label=True), one_hot, id="AUC-multi_label"),
     pytest.param(keras.metrics.SparseCategoricalAccuracy, classes, id="SparseCategoricalAccuracy"),
     pytest.param(lambda: keras.metrics.SparseTopKCategoricalAccuracy(2), classes, id="SparseTopK"),
+    pytest.param(lambda: keras.metrics.TopKCategoricalAccuracy(2), one_hot, id="TopK"),
     pytest.param(lambda: keras.metrics.MeanIoU(3), class_ids, id="MeanIoU"),
     pytest.param(keras.metrics.RootMeanSquaredError, values, id="RootMeanSquaredError"),
     pytest.param(keras.metrics.CosineSimilarity, values, id="CosineSimilarity"),
     pytest.param(keras.metrics.R2Score, values, id="R2Score"),
     pytest.param(Count, classes, id="Count"),
+    pytest.param(Seen, classes, id="result is a variable"),
 ]
 
 
-def totals(metrics: dict[str, Any], data: list[Batch], weighted: bool) -> tuple[dict[str, Any], list[tf.Tensor]]:
+def totals(
+    metrics: dict[str, Any], data: list[Batch], weighted: bool, by_weight: bool = True
+) -> tuple[dict[str, Any], list[tf.Tensor]]:
     """As the evaluation loop does it: traced once, added up over the batches."""
     with STRATEGY.scope():
-        reduced = MetricTotals(metrics)
-        reduced.see(*data[0][:2])
+        reduced = MetricTotals(metrics, by_weight=by_weight)
+        reduced.see([batch[:2] for batch in data[:2]])
         spec = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data[0]]
 
         @tf.function(input_signature=spec)
         def added(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> Any:
             losses = tf.cast(tf.range(tf.shape(weights)[0]), tf.float32)
-            values = reduced.added(labels, predictions, losses, weights if weighted else None)
+            by = weights if weighted else tf.ones_like(weights)
+            values = reduced.added(labels, predictions, losses, by, weights if weighted else None)
             present = tf.shape(weights)[0] > 0
             return [tf.where(present, value, tf.zeros_like(value)) for value in values]
 
@@ -103,6 +150,7 @@ def totals(metrics: dict[str, Any], data: list[Batch], weighted: bool) -> tuple[
     return reduced.results([total.numpy() for total in state]), state
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # Keras, of a variable
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")  # MeanIoU adds up whole numbers
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize(("make", "data"), METRICS)
@@ -124,6 +172,22 @@ def test_the_loss_is_the_weighted_mean_over_all_rows(weighted: bool) -> None:
     rows = np.concatenate([np.arange(n) for n in SIZES])
     weights = np.concatenate([batch[2] for batch in data]) if weighted else np.ones(len(rows))
     assert totals({}, data, weighted)[0] == {"loss": pytest.approx((rows * weights).sum() / weights.sum())}
+
+
+def test_the_loss_may_be_divided_by_the_number_of_rows() -> None:
+    data = classes()
+    weighted_sum = sum(float((np.arange(len(batch[2])) * batch[2]).sum()) for batch in data)
+    assert totals({}, data, True, by_weight=False)[0] == {"loss": pytest.approx(weighted_sum / sum(SIZES))}
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+def test_a_row_without_weight_counts_for_nothing_whatever_its_loss(by_weight: bool) -> None:
+    # Losses 1, NaN, 4 with weights 1, 0, 2: 9, over the weights' sum 3 or the number 3.
+    with STRATEGY.scope():
+        reduced = MetricTotals({}, by_weight=by_weight)
+    weights = tf.constant([1.0, 0.0, 2.0])
+    added = reduced.added(None, None, tf.constant([1.0, np.nan, 4.0]), weights, weights)
+    assert reduced.results([value.numpy() for value in added]) == {"loss": 3.0}
 
 
 def test_several_metrics_keep_their_order_and_apart() -> None:
@@ -150,6 +214,44 @@ def test_the_metrics_themselves_stay_as_they_are() -> None:
     assert [int(v.numpy()) for v in metric.variables] == [0, 100]
 
 
+def test_a_metric_may_have_several_results() -> None:
+    with STRATEGY.scope():
+        reduced = MetricTotals({"mean": Parts(), "count": Count()})
+    assert list(reduced.results(reduced.no_totals())) == ["loss", "mean/once", "mean/twice", "count"]
+    data = values()
+    got, _ = totals({"mean": Parts()}, data, False)
+    mean = np.concatenate([np.ravel(batch[1]) for batch in data]).mean()
+    assert got["mean/once"] == pytest.approx(mean)
+    assert got["mean/twice"] == pytest.approx(2 * mean)
+
+
+def test_results_of_nothing_have_the_kinds_of_all_others() -> None:
+    data = classes()
+    with STRATEGY.scope():
+        reduced = MetricTotals({"f1": keras.metrics.F1Score(average=None), "mean": keras.metrics.F1Score("macro")})
+    labels = [tf.one_hot(np.ravel(batch[0]), 3) for batch in data[:2]]
+    reduced.see([(label, label) for label in labels])
+    assert reduced.results(reduced.no_totals()) == {"loss": 0, "f1": [0, 0, 0], "mean": 0}
+
+
+def test_two_results_with_one_name_are_refused() -> None:
+    with STRATEGY.scope():
+        reduced = MetricTotals({"mean": Parts(), "mean/once": keras.metrics.MeanSquaredError()})
+    with pytest.raises(UsageError, match=r"two results the name 'mean/once'\. Rename"):
+        reduced.see([batch[:2] for batch in values()[:2]])
+
+
+@pytest.mark.parametrize("start", [0.0, -np.inf], ids=["from 0", "from -inf"])
+@pytest.mark.parametrize("batches_seen", [1, 2])
+def test_a_metric_that_keeps_a_maximum_is_refused(start: float, batches_seen: int) -> None:
+    with STRATEGY.scope():
+        reduced = MetricTotals({"accuracy": keras.metrics.BinaryAccuracy(), "most": Largest(start)})
+    with pytest.raises(UsageError) as caught:
+        reduced.see([batch[:2] for batch in values()[:batches_seen]])
+    assert str(caught.value).startswith("the metric 'most' (Largest) keeps 'most', which is not a sum over examples")
+    assert "Keep sums and counts" in str(caught.value)
+
+
 def test_a_long_sum_stays_exact() -> None:
     # 2²⁴ + 1 rows: float32 would stop counting.
     with STRATEGY.scope():
@@ -164,3 +266,9 @@ def test_a_long_sum_stays_exact() -> None:
 def test_the_name_loss_is_taken() -> None:
     with pytest.raises(UsageError, match=r"'loss'.* Rename it"):
         MetricTotals({"loss": keras.metrics.Mean()})
+
+
+@pytest.mark.parametrize("value", [[keras.metrics.Mean()], {"mean": "mean"}, None], ids=["list", "name", "None"])
+def test_what_is_no_dict_of_metrics_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"Task\.metrics returned .*Return a dict of keras\.metrics\.Metric by name"):
+        MetricTotals(value)

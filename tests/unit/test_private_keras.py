@@ -1,4 +1,4 @@
-"""The private method of Keras optimizers that tfdist replaces while it traces.
+"""The private names of Keras that tfdist uses, among them the method that it replaces while it traces.
 
 That gradients are not reduced twice shows in the contract suite, where several replicas agree with one.
 """
@@ -6,17 +6,27 @@ That gradients are not reduced twice shows in the contract suite, where several 
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.jobs import ROOT
 from tests.unit.one_device import STRATEGY
-from tfdist.training.private_keras import without_second_reduction
+from tfdist.training.private_keras import (
+    count_rows,
+    has_synchronized_layer,
+    mask_of,
+    normalizations,
+    own_schedule,
+    rows_count,
+    without_second_reduction,
+)
 
 NAME = "_all_reduce_sum_gradients"
 
@@ -94,6 +104,89 @@ def test_a_keras_that_has_renamed_it_is_told(optimizer: Any, home: type, monkeyp
     with pytest.raises(AttributeError, match=f"SGD.*{NAME}"), without_second_reduction(optimizer):
         pytest.fail("it would have reduced twice")
     assert NAME not in vars(optimizer)
+
+
+class Inner(keras.layers.Layer):
+    """A layer of one's own, with another inside, which `model.layers` does not show."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.inner = keras.layers.BatchNormalization(**arguments)
+
+    def build(self, input_shape: Any) -> None:
+        self.inner.build(input_shape)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.inner(inputs, training=training)
+
+
+def test_layers_are_found_at_any_depth() -> None:
+    def model(**arguments: Any) -> keras.Model:
+        nested = keras.Sequential([keras.Input((2,)), Inner(**arguments)])
+        return keras.Sequential([keras.Input((2,)), nested, keras.layers.Dense(1)])
+
+    assert not has_synchronized_layer(model())
+    assert has_synchronized_layer(model(synchronized=True))
+    (found,) = normalizations(model())
+    assert isinstance(found, keras.layers.BatchNormalization)
+    assert normalizations(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])) == []
+
+
+def written(present: bool | None, inputs: Any, *before: keras.layers.Layer) -> tuple[list[float], list[float]]:
+    """Moving mean and variance of a synchronized layer with momentum 0, after one batch inside a replica."""
+    layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.0)
+    with STRATEGY.scope():
+        model = keras.Sequential([keras.Input(inputs.shape[1:]), *before, layer])
+    count_rows(model)
+
+    def step() -> None:
+        counts = contextlib.nullcontext() if present is None else rows_count(tf.constant(present))
+        with counts:
+            model(tf.constant(inputs), training=True)
+
+    tf.function(lambda: STRATEGY.run(step))()
+    return layer.moving_mean.numpy().tolist(), layer.moving_variance.numpy().tolist()
+
+
+class TestRowsThatCount:
+    ROWS = np.array([[1.0, 10.0], [3.0, 30.0]], np.float32)
+
+    @pytest.mark.parametrize("present", [True, None])
+    def test_the_statistics_are_those_of_the_rows(self, present: bool | None) -> None:
+        assert written(present, self.ROWS) == ([2, 20], [pytest.approx(1), pytest.approx(100)])
+
+    def test_rows_that_do_not_count_are_left_out(self) -> None:
+        assert written(False, self.ROWS) == ([0, 0], [0, 0])
+
+    def test_steps_that_are_masked_are_left_out(self) -> None:
+        # The mask of Masking leaves the steps of zeros: 2 and 4 stay in the first row, 9 in the second.
+        steps = np.array([[[2.0], [4.0], [0.0]], [[9.0], [0.0], [0.0]]], np.float32)
+        mean, variance = written(True, steps, keras.layers.Masking())
+        assert mean == [pytest.approx(5)]
+        assert variance == [pytest.approx((9 + 1 + 16) / 3)]
+        plain_mean, plain_variance = written(None, steps, keras.layers.Masking())
+        assert (mean, variance) == (pytest.approx(plain_mean), pytest.approx(plain_variance)), "as Keras has it"
+        assert written(False, steps, keras.layers.Masking()) == ([0], [0])
+
+    def test_it_ends_with_the_rows(self) -> None:
+        with pytest.raises(ValueError, match="falling"), rows_count(tf.constant(False)):
+            raise ValueError("the sky is falling")
+        assert written(None, self.ROWS)[0] == [2, 20]
+
+
+def test_an_optimizers_own_schedule() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    assert own_schedule(keras.optimizers.SGD(schedule)) is schedule
+    function = own_schedule(keras.optimizers.SGD(lambda: 0.25))
+    assert function is not None
+    assert function(tf.constant(7)) == 0.25
+    assert own_schedule(keras.optimizers.SGD(0.5)) is None
+
+
+def test_masks_of_keras_layers() -> None:
+    assert mask_of(keras.layers.Embedding(3, 1, mask_zero=True)(np.array([[1, 0]]))).numpy().tolist() == [[True, False]]
+    assert mask_of(keras.layers.Embedding(3, 1)(np.array([[1, 0]]))) is None
+    assert mask_of({"a": tf.zeros([1])}) is None
 
 
 def test_private_names_of_keras_are_nowhere_else() -> None:

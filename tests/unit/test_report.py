@@ -25,12 +25,20 @@ def report(**changes: object) -> Report:
         "processes": 1,
         "replicas_in_sync": 1,
         "global_batch_size": 32,
+        "accumulate": 1,
         "learning_rate": 0.01,
         "seed": 0,
         "epochs": None,
         "steps": 2,
+        "skipped_steps": 0,
+        "stopped": None,
+        "best": {"monitor": "test/loss", "value": 0.25, "step": 2, "epoch": None},
         "examples_seen": 64,
         "losses": [1.5, 0.5],
+        "penalties": [0.0, 0.0],
+        "learning_rates": [0.01, 0.01],
+        "loss_scale": None,
+        "parts": {},
         "metrics": {"test": {"loss": 0.25}},
         "weights_sha256": "a",
         "state_sha256": "b",
@@ -69,6 +77,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     read = json.loads(path.read_text())
     assert read["losses"] == [1.5, 0.5]
     assert read["metrics"] == {"test": {"loss": 0.25}}
+    assert read["best"] == {"monitor": "test/loss", "value": 0.25, "step": 2, "epoch": None}
     assert read["step_time_ms"] == {"median": 1.0, "p10": 2.0, "p90": 3.0}
     assert set(read) == set(Report.__dataclass_fields__)
 
@@ -77,11 +86,13 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     nan, infinity = float("nan"), float("inf")
     metrics = {"test": {"loss": nan, "per_class": [0.5, -infinity], "flag": True, "count": 3}}
-    write(report(losses=[nan, 1.0, infinity], metrics=metrics, examples_per_second=infinity), path)
+    parts = {"up": {"losses": [nan], "learning_rates": [0.1]}}
+    write(report(losses=[nan, 1.0, infinity], metrics=metrics, examples_per_second=infinity, parts=parts), path)
     read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert read["losses"] == [None, 1.0, None]
     assert read["metrics"] == {"test": {"loss": None, "per_class": [0.5, None], "flag": True, "count": 3}}
     assert read["examples_per_second"] is None
+    assert read["parts"] == {"up": {"losses": [None], "learning_rates": [0.1]}}
 
 
 def test_an_older_report_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -135,6 +146,11 @@ def test_a_path_that_can_be_written_passes_and_stays_as_it_is(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     check_writable(Path("relative.json"))
     assert os.listdir(tmp_path) == ["old.json"]
+
+
+def test_the_message_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^json='.*' cannot be written: it is a folder"):
+        check_writable(tmp_path, "json")
 
 
 def test_a_folder_is_no_report(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from tests.toy import ToyLine
 from tests.unit.one_device import STRATEGY
-from tfdist import UsageError
+from tfdist import Settings, UsageError
 from tfdist.training.data import row_count
 from tfdist.training.step import StepResult, TrainingStep
+from tfdist.training.weighting import fault_of
 
 FOUR = (np.ones((4, 1), np.float32), np.array([0, 1, 2, 3], np.float32))
 
@@ -33,14 +34,14 @@ class Own(ToyLine):
 class Built:
     """A task with its model and its step, compiled for batches like `batch`."""
 
-    def __init__(self, task: Any, batch: Any = FOUR) -> None:
+    def __init__(self, task: Any, batch: Any = FOUR, **settings: Any) -> None:
         with STRATEGY.scope():
             self.model = task.build_model()
             self.optimizer = task.build_optimizer(task.learning_rate)
             self.optimizer.build(self.model.trainable_variables)
-        step = TrainingStep(STRATEGY, task, self.model, self.optimizer)
+        step = TrainingStep(STRATEGY, task, self.model, self.optimizer, Settings.of(**settings))
         spec = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), batch)
-        self._run = tf.function(lambda batch: step(batch)).get_concrete_function(spec)
+        self._run = tf.function(lambda batch: step(lambda: batch)).get_concrete_function(spec)
 
     def __call__(self, batch: Any = FOUR) -> StepResult:
         batch = tf.nest.map_structure(tf.constant, batch)
@@ -79,20 +80,24 @@ class TestRightSteps:
     def test_a_plain_step(self) -> None:
         built = Built(ToyLine())
         # Losses (1 − y)² are 1, 0, 1, 4; the gradient is 2·(1 − 1.5).
-        assert built() == (1.5, 4.0, True, pytest.approx([0, 0]))
+        result = built()
+        assert result.losses.tolist() == [1.5]
+        assert result.rates.tolist() == [pytest.approx(0.1)]
+        assert (result.penalty, result.rows, result.finite, result.skipped, result.halt) == (0, 4, True, False, False)
+        assert result.suspects.tolist() == [0, 0]
+        assert result.faults.tolist() == [0, 0, 0]
         assert built.weights == [[[pytest.approx(1.1)]]]
         assert int(built.optimizer.iterations) == 1
 
     def test_weights_divide_by_their_sum(self) -> None:
         batch = (*FOUR, np.array([0, 0, 0, 0.5], np.float32))
         built = Built(ToyLine(), batch)
-        assert built(batch)[:3] == (4.0, 4.0, True)
+        assert built(batch).losses.tolist() == [4.0]
         assert built.weights == [[[pytest.approx(1.4)]]]
 
-    @pytest.mark.parametrize("dtype", [tf.int32, tf.bool, tf.float64])
-    def test_weights_may_be_of_another_type(self, dtype: tf.DType) -> None:
-        weights = tf.cast(tf.constant([0, 1, 1, 0]), dtype)
-        assert Built(Own(step=with_losses(lambda losses: losses, lambda _: weights)))().loss == 0.5
+    def test_weights_may_be_of_another_type(self) -> None:
+        weights = tf.constant([False, True, True, False])
+        assert Built(Own(step=with_losses(lambda losses: losses, lambda _: weights)))().losses.tolist() == [0.5]
 
     def test_the_weight_is_counted_exactly_whatever_the_type_of_the_losses(self) -> None:
         # 301 rows of target 2: w = 1 + 0.2·(2 − 1). bfloat16 has 8 bits, so that it cannot count to 301.
@@ -106,18 +111,50 @@ class TestRightSteps:
         full = (*FOUR, np.ones(4, np.float32))
         built = Built(ToyLine(), full)
         batch = tuple(a[:0] for a in full) if kind == "no rows" else (*FOUR, np.zeros(4, np.float32))
-        assert built(batch)[:3] == (0.0, len(batch[0]), True)
+        result = built(batch)
+        assert (result.losses.tolist(), result.rows) == ([0.0], len(batch[0]))
+        assert (result.finite, result.skipped, result.halt) == (True, False, False)
         assert built.weights == [[[1.0]]]
         assert int(built.optimizer.iterations) == 0
 
-    def test_a_loss_that_is_not_finite_changes_nothing(self) -> None:
-        built = Built(ToyLine())
+    @pytest.mark.parametrize("policy", ["stop", "skip"])
+    def test_a_loss_that_is_not_finite_changes_nothing(self, policy: str) -> None:
+        built = Built(ToyLine(), nan_policy=policy)
         result = built((FOUR[0], np.array([0, np.nan, 2, 3], np.float32)))
         assert not result.finite
+        assert (result.halt, result.skipped) == (policy == "stop", policy == "skip")
         assert result.suspects.tolist() == [1, 0]
         assert built.weights == [[[1.0]]]
         assert int(built.optimizer.iterations) == 0
-        assert built().loss == 1.5, "and the next step is as if it had not been"
+        assert built().losses.tolist() == [1.5], "and the next step is as if it had not been"
+
+    def test_a_loss_that_is_not_finite_may_be_ignored(self) -> None:
+        built = Built(ToyLine(), nan_policy="ignore")
+        result = built((FOUR[0], np.array([0, np.nan, 2, 3], np.float32)))
+        assert (result.finite, result.skipped, result.halt) == (False, False, False)
+        assert np.isnan(built.weights[0][0][0])
+        assert int(built.optimizer.iterations) == 1
+
+    def test_a_row_without_weight_may_have_a_loss_that_is_not_a_number(self) -> None:
+        # Losses 1, 0, 1, 4, of which the first is not a number; weights 0, 1, 1, 1: mean 5/3; mean target 2.
+        step = with_losses(
+            lambda losses: losses + tf.constant([np.nan, 0, 0, 0]), lambda _: tf.constant([0.0, 1, 1, 1])
+        )
+        built = Built(Own(step=step))
+        result = built()
+        assert result.losses.tolist() == [pytest.approx(5 / 3)]
+        assert (result.finite, result.halt) == (True, False)
+        assert result.suspects.tolist() == [0, 0]
+        assert built.weights == [[[pytest.approx(1.2)]]]
+
+    def test_a_weight_that_is_no_weight_halts(self) -> None:
+        batch = (*FOUR, np.array([1, -1, 1, 1], np.float32))
+        built = Built(ToyLine(), batch, nan_policy="ignore")
+        result = built(batch)
+        assert (result.halt, result.skipped) == (True, False)
+        assert result.faults.tolist() == [0, 0, 1]
+        assert built.weights == [[[1.0]]]
+        assert int(built.optimizer.iterations) == 0
 
     def test_a_gradient_that_is_not_finite_changes_nothing(self) -> None:
         def step(task: Any, replica: Any, batch: Any) -> None:
@@ -128,9 +165,9 @@ class TestRightSteps:
 
         built = Built(Own(step=step))
         result = built()
-        assert result.loss == 1.5
-        assert not result.finite
-        assert result.suspects.tolist() == [0, 0]
+        assert result.losses.tolist() == [1.5]
+        assert (result.finite, result.halt) == (False, True)
+        assert result.suspects.tolist() == [0, 0], "no loss was wrong"
         assert built.weights == [[[1.0]]]
 
     def test_some_variables_may_have_no_gradient(self) -> None:
@@ -147,6 +184,33 @@ class TestRightSteps:
         built = Built(Two(step=step))
         built()
         assert built.weights == [[[pytest.approx(1.1)]], [0.0]]
+
+    def test_a_regularizer_is_enough_of_a_gradient(self) -> None:
+        class Two(Own):
+            def build_model(self) -> keras.Model:
+                return keras.Sequential(
+                    [
+                        keras.Input((1,)),
+                        keras.layers.Dense(
+                            1,
+                            kernel_initializer="ones",
+                            bias_initializer="ones",
+                            bias_regularizer=keras.regularizers.L2(0.5),
+                        ),
+                    ]
+                )
+
+        def step(task: Any, replica: Any, batch: Any) -> None:
+            kernel = replica.model.trainable_variables[0]
+            with tf.GradientTape() as tape:
+                loss = replica.loss(task.losses(batch[1], batch[0] @ kernel))
+            replica.apply_gradients(gradients(replica, tape, loss))
+
+        # Bias 1 with the penalty 0.5·b², whose gradient is 1; the loss does not reach it.
+        built = Built(Two(step=step))
+        result = built()
+        assert built.weights == [[[pytest.approx(1.1)]], [pytest.approx(0.9)]]
+        assert result.penalty == pytest.approx(0.5)
 
     def test_what_layers_write_is_stored(self) -> None:
         class Normalized(ToyLine):
@@ -198,7 +262,7 @@ class TestRightSteps:
 
         batch = (np.array([2, 0, 2], np.int32), np.array([1, 0, 0], np.float32))
         built = Built(Embedded(), batch)
-        assert built(batch).loss == pytest.approx(2 / 3)
+        assert built(batch).losses.tolist() == [pytest.approx(2 / 3)]
         # Each row of a loss (w − y)²: 2·(w − y)/3, those of index 2 added.
         assert np.ravel(built.weights[0]) == pytest.approx([1 - 0.1 * 2 / 3, 1, 1 - 0.1 * 2 / 3])
 
@@ -268,9 +332,12 @@ class TestRefusedSteps:
 
         step = with_losses(fewer, ones) if what == "the loss" else with_losses(tf.identity, fewer)
         built = Built(Own(step=step))
-        with pytest.raises(tf.errors.InvalidArgumentError, match=f"{what} must have one value per example"):
-            built()
+        result = built()
+        assert result.halt
+        assert result.faults.tolist() == [what == "the loss", what == "the weight", 0]
+        assert f"{what} must have one value per example" in str(fault_of(result.faults))
         assert built.weights == [[[1.0]]]
+        assert int(built.optimizer.iterations) == 0
 
     def test_a_rank_that_shows_only_when_the_step_runs(self) -> None:
         def hidden(losses: tf.Tensor) -> tf.Tensor:
