@@ -28,7 +28,7 @@ train: setup  ## Train the digits model on four processes with Horovod
 
 test: setup  ## Run the tests
 	$(root_note)
-	$(enter) pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: setup  ## Check format, lint and types
 	$(enter) ruff format --check . && ruff check . && mypy

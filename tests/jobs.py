@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,17 @@ def run_mpi(
 def run_alone(script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
     """`python script args`, as a process that no launcher started."""
     return _run(_python(script, args), _environment(env), timeout)
+
+
+def once_more_if_tensorflow_crashed(job: Callable[[], Ended]) -> Ended:
+    """Run a job; where it ended with a segmentation fault, once more.
+
+    TensorFlow 2.21 has a race: the background thread of an iterator over devices (MultiDeviceIterator) may read from
+    its dataset while that is being freed (RootDataset::output_dtypes). It is rare, it needs no code of ours, and the
+    jobs that make hundreds of iterators on busy processors meet it now and then.
+    """
+    ended = job()
+    return job() if ended.code in (139, -11) else ended
 
 
 def run_tf_config(

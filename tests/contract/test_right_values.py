@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.contract.cases import checked
-from tests.jobs import run_alone, run_mpi
+from tests.jobs import once_more_if_tensorflow_crashed, run_alone, run_mpi
 from tfdist.evidence.cases import CASES as CASES_OF_CHECK
 from tfdist.evidence.judge import Verdict, judge
 from tfdist.evidence.runs import Job, read
@@ -36,8 +36,9 @@ pytestmark = pytest.mark.timeout(600)
 def started(backend: str, count: int) -> str:
     if backend in ("one_device", "mirrored"):
         # One process does all numbers of replicas: importing and warming up TensorFlow is what takes time.
-        return run_alone(CASES, FOLDER, backend, *((1,) if backend == "one_device" else (4, 3, 2)), timeout=580).output
-    return run_mpi(count, CASES, FOLDER, backend, timeout=580).output
+        counts = (1,) if backend == "one_device" else (4, 3, 2)
+        return once_more_if_tensorflow_crashed(lambda: run_alone(CASES, FOLDER, backend, *counts, timeout=580)).output
+    return once_more_if_tensorflow_crashed(lambda: run_mpi(count, CASES, FOLDER, backend, timeout=580)).output
 
 
 @functools.cache

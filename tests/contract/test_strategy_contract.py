@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import run_alone, run_mpi
+from tests.jobs import once_more_if_tensorflow_crashed, run_alone, run_mpi
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "strategy_program.py"
@@ -63,13 +63,12 @@ def results(tmp_path_factory):
     not_native = ("nested_functions", "steps_per_execution", "reduce_variables", "dataset_per_replica")
     asked = [name for name in CHECKS if name not in not_native]
     with ThreadPoolExecutor() as pool:  # side by side: each leaves the processors idle at times
-        jobs = [
-            pool.submit(run_alone, PROGRAM, out["mirrored"], "mirrored", timeout=SECONDS),
-            pool.submit(run_mpi, 2, PROGRAM, out["horovod"], "horovod", timeout=SECONDS),
-            pool.submit(
-                run_mpi, 2, PROGRAM, out["multi_worker_mirrored"], "multi_worker_mirrored", *asked, timeout=SECONDS
-            ),
+        starts = [
+            lambda: run_alone(PROGRAM, out["mirrored"], "mirrored", timeout=SECONDS),
+            lambda: run_mpi(2, PROGRAM, out["horovod"], "horovod", timeout=SECONDS),
+            lambda: run_mpi(2, PROGRAM, out["multi_worker_mirrored"], "multi_worker_mirrored", *asked, timeout=SECONDS),
         ]
+        jobs = [pool.submit(once_more_if_tensorflow_crashed, start) for start in starts]
         for job in jobs:
             job.result().check()
     return {
