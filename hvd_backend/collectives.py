@@ -14,15 +14,15 @@ order with as many values. What each maps to:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from tfdist import private_tf
+from hvd_backend.launching import by_dtype, for_each_dtype, in_order
 
-__all__ = ["adasum", "all_gather", "all_reduce", "broadcast", "from_first", "prepare"]
+__all__ = ["adasum", "all_gather", "all_reduce", "broadcast", "from_first"]
 
 Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -106,7 +106,7 @@ def adasum(tensors: Sequence[tf.Tensor], kind: str = "adasum") -> list[tf.Tensor
             f"Adasum needs a power of two of ranks, and this job has {size}. Start it with {below} or {2 * below}, or "
             "take the mean of the gradients instead."
         )
-    return tensors if size == 1 else _by_dtype(tensors, kind, _adasum_one, _adasum_group)
+    return tensors if size == 1 else by_dtype(tensors, kind, _adasum_one, _adasum_group)
 
 
 def all_gather(values: Sequence[tf.Tensor], *, axis: int | tf.Tensor, kind: str = "all_gather") -> list[tf.Tensor]:
@@ -126,7 +126,7 @@ def all_gather(values: Sequence[tf.Tensor], *, axis: int | tf.Tensor, kind: str 
     text = [i for i, tensor in enumerate(tensors) if tensor.dtype == tf.string]
     parts = [_movable(front) for i, front in enumerate(fronts) if i not in text]
     parts += [part for i in text for part in _letters(fronts[i])]
-    gathered = _by_dtype(
+    gathered = by_dtype(
         parts,
         kind,
         lambda group, name: mpi_ops.allgather(group[0], name=name, ignore_name_scope=True),
@@ -157,7 +157,7 @@ def from_first(value: Value) -> Value:
     """Rank 0's tensor or IndexedSlices, on every rank. The number of slices may differ between ranks."""
     if not isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
-        return _from_movable(_by_dtype([_movable(value)], "first", _broadcast_one, _broadcast_one)[0], value.dtype)
+        return _from_movable(by_dtype([_movable(value)], "first", _broadcast_one, _broadcast_one)[0], value.dtype)
     rows = tf.shape(value.indices)[0] if mpi_ops.rank() == 0 else 0
     slices, indices = all_gather([value.values[:rows], value.indices[:rows]], axis=0, kind="first")
     return tf.IndexedSlices(slices, indices, value.dense_shape)
@@ -167,7 +167,7 @@ def _all_reduce_tensors(tensors: list[tf.Tensor], mean: bool, kind: str) -> list
     results = list(tensors)
     halves = [i for i, tensor in enumerate(tensors) if tensor.dtype in _HALVES]
     others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _HALVES]
-    sums = _by_dtype(
+    sums = by_dtype(
         [_addable(tensors[i]) for i in others],
         kind,
         lambda group, name: mpi_ops._allreduce(group[0], name=name, op=mpi_ops.Sum, ignore_name_scope=True),
@@ -176,7 +176,7 @@ def _all_reduce_tensors(tensors: list[tf.Tensor], mean: bool, kind: str) -> list
     for i, total in zip(others, sums, strict=True):
         total = _from_addable(total, tensors[i].dtype)
         results[i] = total / mpi_ops.size() if mean else total
-    added = _for_each_dtype([tensors[i] for i in halves], lambda group: _add_halves(group, mean, kind))
+    added = for_each_dtype([tensors[i] for i in halves], lambda group: _add_halves(group, mean, kind))
     for i, result in zip(halves, added, strict=True):
         results[i] = result
     return results
@@ -191,12 +191,12 @@ def _add_halves(tensors: list[tf.Tensor], mean: bool, kind: str) -> list[tf.Tens
     if size == 1:
         return tensors
     kind = f"{kind}.{dtype.name}"
-    [mine] = _in_order([_bits(_in_parts(tensors, size))], f"{kind}.parts", _exchange)
+    [mine] = in_order([_bits(_in_parts(tensors, size))], f"{kind}.parts", _exchange)
     parts = [tf.cast(part, tf.float32) for part in tf.unstack(tf.bitcast(mine, dtype), size)]
     total = functools.reduce(tf.add, parts)  # in the order of the ranks
     total = tf.cast(total / size if mean else total, dtype)
     shapes = _shapes(tensors)
-    sums, all_shapes = _in_order([_bits(total), shapes], f"{kind}.sums", _gather_group)
+    sums, all_shapes = in_order([_bits(total), shapes], f"{kind}.sums", _gather_group)
     # Horovod compares shapes itself, but has seen those of the parts only.
     alike = tf.reduce_all(tf.reshape(all_shapes, [size, -1]) == shapes)
     text = f"{dtype.name} tensors that are added have other shapes on another rank than here:"
@@ -276,86 +276,6 @@ def _words(lengths: tf.Tensor, raw: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 def _joined(raw: tf.Tensor) -> tf.Tensor:
     byte = tf.constant([bytes([i]) for i in range(256)])
     return tf.strings.reduce_join(tf.gather(byte, tf.cast(raw, tf.int32)))
-
-
-_Launch: TypeAlias = Callable[[list[tf.Tensor], str], "tf.Tensor | list[tf.Tensor]"]
-
-
-def _by_dtype(tensors: Sequence[tf.Tensor], kind: str, single: _Launch, grouped: _Launch) -> list[tf.Tensor]:
-    """Launch one collective per dtype: Horovod groups tensors of one dtype only."""
-
-    def launch(group: list[tf.Tensor]) -> list[tf.Tensor]:
-        return _in_order(group, f"{kind}.{group[0].dtype.name}", single if len(group) == 1 else grouped)
-
-    return _for_each_dtype(tensors, launch)
-
-
-def _for_each_dtype(tensors: Sequence[tf.Tensor], fn: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """What `fn` makes of the tensors of one dtype, for each dtype."""
-    groups: dict[tf.DType, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(i)
-    results: list[tf.Tensor] = [None] * len(tensors)
-    for members in groups.values():
-        for i, output in zip(members, fn([tensors[i] for i in members]), strict=True):
-            results[i] = output
-    return results
-
-
-def _in_order(inputs: list[tf.Tensor], kind: str, launch: _Launch) -> list[tf.Tensor]:
-    """Launch one collective; in a graph, after all that were traced before it.
-
-    TensorFlow does not know that Horovod's operations have an effect. It would run those of several
-    iterations of a loop at a time, which Horovod refuses (one name, two tensors). Hence a token, read before
-    and written after each.
-    """
-    # As on TensorFlow's own strategies, gradients stop here: ReplicaContext.all_reduce and all_gather have
-    # their own.
-    inputs = [tf.stop_gradient(x) for x in inputs]
-    if tf.executing_eagerly():
-        return _as_list(launch(inputs, f"eager.{kind}"))
-    if private_tf.in_xla():
-        raise NotImplementedError(
-            "XLA cannot compile a function in which replicas talk to each other over Horovod (jit_compile=True). "
-            "Compile what each replica computes for itself, such as the forward and backward pass, and "
-            "leave strategy.reduce, all_reduce and the optimizer outside of that function."
-        )
-    private_tf.mark_as_unsaveable()
-    token = _token()
-    zero = token.read_value()
-    inputs = [_not_constant(x, zero) for x in inputs]
-    outputs = _as_list(launch(inputs, private_tf.name_in_function(kind)))
-    with tf.control_dependencies(outputs):
-        token.assign(zero, read_value=False)
-    return outputs
-
-
-def _not_constant(tensor: tf.Tensor, zero: tf.Tensor) -> tf.Tensor:
-    """The same tensor from its row 0 on, where the graph optimizer does not know that it is row 0. Copies nothing.
-
-    The optimizer would run a collective with a constant input once, and never again: on this rank only, where
-    the others' input is not constant (a batch of a known size here, of an unknown size there).
-    """
-    rows = tensor if tensor.shape.rank else tf.reshape(tensor, [-1])
-    same = tf.reshape(rows[zero:], tf.shape(tensor)) if rows is not tensor else rows[zero:]
-    same.set_shape(tensor.shape)
-    return same
-
-
-@functools.cache
-def _token() -> tf.Variable:
-    # Made by HorovodStrategy(), outside its scope: an ordinary variable of this process.
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.Variable(0, trainable=False, name=private_tf.ORDER_OF_COLLECTIVES)
-
-
-def prepare() -> None:
-    """Make what traced collectives need. Call it outside any scope, before the first of them."""
-    _token()
-
-
-def _as_list(outputs: tf.Tensor | list[tf.Tensor]) -> list[tf.Tensor]:
-    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 
 
 def _addable(tensor: tf.Tensor) -> tf.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_backend import collectives
+from hvd_backend import collectives, launching
 from hvd_backend.start import Started
 from tfdist import private_tf
 from tfdist.cluster.channel import Channel
@@ -25,7 +25,7 @@ class HorovodExtended(private_tf.CollectiveAllReduceExtended):
     def __init__(self, strategy: tf.distribute.Strategy, started: Started, device: str) -> None:
         # Past TensorFlow's own constructors, which start servers, collectives and health checks of their own.
         tf.compat.v1.distribute.StrategyExtended.__init__(self, strategy)
-        collectives.prepare()
+        launching.prepare()
         identity = started.identity
         self._channel: Channel = started.channel
         self._num_workers = identity.size

@@ -252,6 +252,29 @@ def test_a_metric_that_keeps_a_maximum_is_refused(start: float, batches_seen: in
     assert "Keep sums and counts" in str(caught.value)
 
 
+class MeanOfBatches(keras.metrics.Metric):
+    """Adds each batch's mean, and 1: right for batches of one size alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_variable((), "zeros", name="total")
+        self.batches = self.add_variable((), "zeros", name="batches")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign(self.total + keras.ops.mean(y_pred))
+        self.batches.assign(self.batches + 1)
+
+    def result(self) -> Any:
+        return self.total / self.batches
+
+
+def test_a_metric_that_averages_over_batches_is_refused() -> None:
+    with STRATEGY.scope():
+        reduced = MetricTotals({"mean": MeanOfBatches()})
+    with pytest.raises(UsageError, match=r"'mean' .MeanOfBatches. keeps 'total', which is not a sum over examples"):
+        reduced.see([batch[:2] for batch in values()[:2]])
+
+
 def test_a_long_sum_stays_exact() -> None:
     # 2²⁴ + 1 rows: float32 would stop counting.
     with STRATEGY.scope():

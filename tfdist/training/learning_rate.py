@@ -13,7 +13,7 @@ Minibatch SGD (2017); cosine: Loshchilov and Hutter, SGDR (2017).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from tfdist.config import Settings
 from tfdist.errors import UsageError
 from tfdist.training.private_keras import own_schedule
 
-__all__ = ["LearningRate", "Plateau"]
+__all__ = ["LearningRate", "Plateau", "schedule"]
 
 
 class Plateau:
@@ -98,3 +98,46 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
                 )
         optimizer.learning_rate = rate
         return rate
+
+
+def schedule(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    settings: Settings,
+    *,
+    replicas: int,
+    steps: int,
+    steps_per_epoch: int | None,
+    notice: Callable[[str], None],
+) -> Plateau | None:
+    """Put the learning rate of a run of `steps` steps into its optimizers.
+
+    Args:
+        steps_per_epoch: None where epochs cannot be counted.
+        notice: told what is set without effect.
+
+    Returns:
+        What lowers the rate at plateaus, where the settings ask for it.
+
+    Raises:
+        UsageError: as `LearningRate.of`, or a warm-up is given in epochs that cannot be counted.
+    """
+    warmup = settings.warmup_steps or 0
+    if settings.warmup_epochs:
+        if steps_per_epoch is None:
+            raise UsageError(
+                f"warmup_epochs={settings.warmup_epochs}, but the training dataset never ends, so epochs cannot be "
+                "counted. Set warmup_steps."
+            )
+        warmup = settings.warmup_epochs * steps_per_epoch
+    if warmup and settings.lr_scaling == "none" and not settings.warmup_from_zero:
+        notice(f"a warm-up of {warmup} steps changes nothing with lr_scaling='none': see warmup_from_zero")
+    rates = [LearningRate.of(o, settings, replicas=replicas, warmup=warmup, steps=steps) for o in optimizers]
+    plateau = Plateau() if settings.plateau_patience is not None else None
+    for rate in rates:
+        rate.plateau = plateau
+    base, given = rates[0].base, settings.learning_rate
+    if given is not None and not callable(base) and not math.isclose(base, given):
+        notice(
+            f"learning_rate={given} is set, but build_optimizer has made an optimizer with {base:.6g}, which is used"
+        )
+    return plateau

@@ -63,9 +63,12 @@ class MetricTotals:
         self.results(self.no_totals())
 
     def _try(self, name: str, metric: keras.metrics.Metric, examples: Sequence[tuple[Any, Any]]) -> None:
-        """Whether what two batches add to the state, one after the other, is what they add each by itself."""
+        """Whether what two batches add to the state, one after the other or as one, is what they add each by itself."""
         if len(examples) == 1:
             examples = [*examples, *examples]
+        orders = [list(examples)]
+        if _dense(examples):
+            orders.append([tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *examples)])
         start = [v.numpy().astype(np.float64) for v in metric.variables]
         together: list[np.ndarray] = []
         for i, batch in enumerate(examples):
@@ -73,16 +76,18 @@ class MetricTotals:
             metric.update_state(*batch)
             added = [v.numpy() - s for v, s in zip(metric.variables, start, strict=True)]
             together = added if i == 0 else [t + a for t, a in zip(together, added, strict=True)]
-        metric.reset_state()
-        for batch in examples:
-            metric.update_state(*batch)
-        for variable, before, sum_of_parts in zip(metric.variables, start, together, strict=True):
-            adds = np.allclose(variable.numpy() - before, sum_of_parts, rtol=1e-4, atol=1e-5, equal_nan=True)
-            if not adds or not np.isfinite(before).all():
-                raise UsageError(
-                    f"the metric {name!r} ({type(metric).__name__}) keeps {variable.name!r}, which is not a sum over "
-                    "examples: it cannot be added up over replicas. Keep sums and counts, and divide in result()."
-                )
+        for batches in orders:
+            metric.reset_state()
+            for batch in batches:
+                metric.update_state(*batch)
+            for variable, before, sum_of_parts in zip(metric.variables, start, together, strict=True):
+                adds = np.allclose(variable.numpy() - before, sum_of_parts, rtol=1e-4, atol=1e-5, equal_nan=True)
+                if not adds or not np.isfinite(before).all():
+                    raise UsageError(
+                        f"the metric {name!r} ({type(metric).__name__}) keeps {variable.name!r}, which is not a sum "
+                        "over examples: it cannot be added up over replicas. Keep sums and counts, and divide in "
+                        "result()."
+                    )
         metric.reset_state()
 
     def _collect(self) -> None:
@@ -141,6 +146,10 @@ class MetricTotals:
                 array = np.asarray(value)
                 results[key] = array.item() if array.ndim == 0 else array.tolist()
         return results
+
+
+def _dense(examples: Sequence[tuple[Any, Any]]) -> bool:
+    return not any(isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) for leaf in tf.nest.flatten(examples))
 
 
 def _wide(variable: keras.Variable) -> tf.DType:

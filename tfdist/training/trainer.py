@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from tfdist.training.building import build_model, build_optimizers, check_task, 
 from tfdist.training.console import Plan, numbers, open_console
 from tfdist.training.course import Course
 from tfdist.training.data import Examples, load_examples
-from tfdist.training.learning_rate import LearningRate, Plateau
+from tfdist.training.learning_rate import schedule
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.report import Report
@@ -213,7 +212,14 @@ class Trainer:
         batches_per_epoch = None if train.size is None else train.steps_per_epoch(self.global_batch_size)
         steps_per_epoch = None if batches_per_epoch is None else -(-batches_per_epoch // accumulate)
         steps = self._total_steps(steps_per_epoch)
-        self._schedule(steps, steps_per_epoch)
+        self._plateau = schedule(
+            self.optimizers.values(),
+            self.settings,
+            replicas=self.replicas_in_sync,
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            notice=self._notice,
+        )
         strategy = self.session.strategy
         self._iterator = train.training_batches(
             strategy,
@@ -254,33 +260,6 @@ class Trainer:
         self._compare(plan)
         return plan
 
-    def _schedule(self, steps: int, steps_per_epoch: int | None) -> None:
-        """Put the learning rate's schedule into the optimizers."""
-        given = self.settings
-        warmup = given.warmup_steps or 0
-        if given.warmup_epochs:
-            if steps_per_epoch is None:
-                raise UsageError(
-                    f"warmup_epochs={given.warmup_epochs}, but the training dataset never ends, so epochs cannot be "
-                    "counted. Set warmup_steps."
-                )
-            warmup = given.warmup_epochs * steps_per_epoch
-        if warmup and given.lr_scaling == "none" and not given.warmup_from_zero:
-            self._notice(f"a warm-up of {warmup} steps changes nothing with lr_scaling='none': see warmup_from_zero")
-        self._plateau = Plateau() if given.plateau_patience is not None else None
-        rates = [
-            LearningRate.of(optimizer, given, replicas=self.replicas_in_sync, warmup=warmup, steps=steps)
-            for optimizer in self.optimizers.values()
-        ]
-        for rate in rates:
-            rate.plateau = self._plateau
-        base = rates[0].base
-        if given.learning_rate is not None and not callable(base) and not math.isclose(base, given.learning_rate):
-            self._notice(
-                f"learning_rate={given.learning_rate} is set, but build_optimizer has made an optimizer with "
-                f"{base:.6g}, which is used"
-            )
-
     def _compare(self, plan: Plan) -> None:
         """Ranks that would take other steps, or other batches, must not start: they would wait for each other."""
         evaluated = {split: self._splits[split].size for split in self.task.evaluation_splits()}
@@ -320,10 +299,10 @@ class Trainer:
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
 
     def _samples(self, examples: Examples) -> list[tuple[Any, Any]]:
-        """Labels and predictions of a few examples, as two batches (one where there is one example)."""
+        """Labels and predictions of a few examples: the first one, and the rest of a batch, where there is one."""
         samples = []
-        rows = list(examples.dataset.take(min(32, self.global_batch_size)).batch(32))
-        for inputs, labels, _ in map(unpack, rows):
+        first, rest = examples.dataset.take(1), examples.dataset.skip(1).take(min(31, self.global_batch_size))
+        for inputs, labels, _ in map(unpack, first.batch(1).concatenate(rest.batch(31))):
             with keras.StatelessScope():
                 samples.append((labels, in_float32(self.model(inputs, training=False))))
         return samples
