@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -14,6 +13,7 @@ from tfdist.as_one.opening import act_as_one, opened_as_one
 from tfdist.cluster.channel import Alone, Channel, MpiChannel
 from tfdist.cluster.devices import take_device
 from tfdist.cluster.ending import end_together
+from tfdist.cluster.ports import hold_port, own_address, past_proxies
 from tfdist.cluster.variables import agree_on_variable, variable_path
 from tfdist.errors import EnvironmentProblem
 from tfdist.strategies.table import Place
@@ -123,10 +123,10 @@ def open_multi_worker(place: Place) -> MultiWorkerMirrored:
     with contextlib.ExitStack() as until_open:
         resolver = None
         if identity.tf_config is None and identity.size > 1:
-            held = until_open.enter_context(_hold_port())
+            held = until_open.enter_context(hold_port())
             resolver = _resolver(channel, held.getsockname()[1], device)
         addresses = identity.tf_config.workers if identity.tf_config else _addresses(resolver)
-        _past_proxies(addresses)
+        past_proxies(addresses)
         try:
             strategy = MultiWorkerMirrored(resolver, channel)
         except RuntimeError as error:
@@ -156,24 +156,8 @@ def _too_late() -> EnvironmentProblem:
     )
 
 
-@contextlib.contextmanager
-def _hold_port() -> Iterator[socket.socket]:
-    """A free port that stays ours until TensorFlow's server listens on it.
-
-    The socket is bound but does not listen. With SO_REUSEPORT on both, the server binds the same port beside
-    it, so there is no moment at which another program could take the port.
-    """
-    os.environ["TF_GRPC_REUSE_PORT"] = "true"
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if held.family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", 0))
-        yield held
-
-
 def _resolver(channel: Channel, port: int, device: str) -> _Resolver:
-    ranks = channel.exchange("opening multi_worker_mirrored", [socket.gethostname(), _own_address(), port])
+    ranks = channel.exchange("opening multi_worker_mirrored", [socket.gethostname(), own_address(), port])
     one_host = len({host for host, _, _ in ranks}) == 1
     workers = [f"{'127.0.0.1' if one_host else address}:{port}" for _, address, port in ranks]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -185,22 +169,5 @@ def _resolver(channel: Channel, port: int, device: str) -> _Resolver:
     )
 
 
-def _own_address() -> str:
-    """The address by which other hosts reach this one."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the system chooses the interface that leads outside
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
 def _addresses(resolver: _Resolver | None) -> Sequence[str]:
     return resolver.cluster_spec().job_tasks("worker") if resolver else ()
-
-
-def _past_proxies(addresses: Sequence[str]) -> None:
-    """Keep grpc, which honours the proxy variables, from sending the traffic between ranks through a proxy."""
-    hosts = [address.rpartition(":")[0] for address in addresses]
-    for name in ("no_grpc_proxy", "no_proxy"):
-        if hosts and (name in os.environ or name == "no_proxy"):
-            known = [host for host in os.environ.get(name, "").split(",") if host]
-            os.environ[name] = ",".join([*known, *(host for host in dict.fromkeys(hosts) if host not in known)])
