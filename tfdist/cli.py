@@ -5,7 +5,6 @@ Only the chief speaks. `--help` and wrong flags are answered without importing T
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -22,6 +21,7 @@ from tfdist import __version__
 from tfdist.cluster import runtime
 from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
+from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.config import CheckCommand, Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = together(channel, "reading the command line", lambda: _parse(arguments))
         if isinstance(command, CheckCommand):
             return _check(command, identity)
-        _train(command, identity, channel)
+        _train(command, identity)
     except KeyboardInterrupt:
         print("tfdist: interrupted", file=sys.stderr)
         return 130
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"tfdist: error: {error}", file=sys.stderr, flush=True)
         if error.shared and channel is not None:
-            with contextlib.suppress(TfdistError):
-                channel.exchange("the end", None)  # the launcher ends all ranks as soon as one leaves with an error
+            end_together(channel)(PATIENCE_SECONDS)  # the launcher ends all ranks as soon as one leaves with an error
         elif not speaks:
             time.sleep(1)  # for the chief's message, likewise
         return error.exit_code
@@ -70,11 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
+def _train(command: TrainCommand, identity: Identity) -> None:
     from tfdist.strategies.session import open_session
 
     # The backend first: TensorFlow's multi-worker strategy must be there before the task's module runs any operation.
     session = open_session(command.backend, command.options)
+    channel = session.channel
     if command.verbose:
         _show(session)
 

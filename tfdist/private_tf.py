@@ -20,10 +20,12 @@ from tensorflow.python.data.ops import multi_device_iterator_ops, random_op
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.coordinator.values import RemoteValueImpl
 from tensorflow.python.distribute.cross_device_ops import simple_broadcast
 from tensorflow.python.distribute.device_util import canonicalize
 from tensorflow.python.distribute.distribute_utils import is_mirrored, regroup, select_replica
 from tensorflow.python.distribute.input_lib import DistributedDataset
+from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
 from tensorflow.python.framework import ops, random_seed
@@ -54,8 +56,11 @@ __all__ = [
     "regroup",
     "saved_model_save",
     "select_replica",
+    "serialized",
     "simple_broadcast",
+    "traced_for_workers",
     "untuned_device_datasets",
+    "wait_for",
 ]
 
 # For the strategy:
@@ -71,6 +76,10 @@ __all__ = [
 #   simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
 # For input pipelines:
 #   multi_device_iterator_ops: the datasets that MirroredStrategy puts on each device. Options do not reach them.
+# For steps on workers:
+#   ParameterServerStrategyV2Extended: warns, with each method, where its function is not traced by the coordinator.
+#   tf.data.Dataset: what a pipeline consists of, to find Python functions in it.
+#   RemoteValueImpl: the result of a scheduled function. Its public `get` waits for ever, also when no worker is left.
 # For several processes as one (tfdist/as_one):
 #   DistributedDataset, ShuffleDataset: where ranks start to read together, and what has a new order each time. The
 #     public class is an interface.
@@ -108,6 +117,9 @@ HOOKS = {
     multi_device_iterator_ops: ("_create_device_dataset",),
     random_op: ("_random",),
     random_seed: ("get_seed",),
+    tf.data.Dataset: ("_as_serialized_graph",),
+    ParameterServerStrategyV2Extended: ("_assert_being_scheduled_by_cluster_coordinator",),
+    RemoteValueImpl: ("_status_available_event", "_set_error", "_set_values"),
     saved_model_save: ("save_and_return_nodes",),
     SyncOnReadVariable: ("_get_cross_replica", "_get_replica", "read_value", "value"),
 }
@@ -171,6 +183,28 @@ def untuned_device_datasets() -> Iterator[None]:
         yield
     finally:
         multi_device_iterator_ops._create_device_dataset = original
+
+
+@contextlib.contextmanager
+def traced_for_workers(strategy: tf.distribute.ParameterServerStrategy) -> Iterator[None]:
+    """While a function that workers will run is traced on the chief, TensorFlow does not warn that it runs there."""
+    extended = strategy.extended
+    before = extended._allow_run_without_coordinator
+    extended._allow_run_without_coordinator = True
+    try:
+        yield
+    finally:
+        extended._allow_run_without_coordinator = before
+
+
+def serialized(dataset: tf.data.Dataset) -> bytes:
+    """A dataset's graph with its functions, as workers get it."""
+    return bytes(dataset._as_serialized_graph().numpy())
+
+
+def wait_for(result: RemoteValueImpl, seconds: float) -> bool:
+    """Whether a scheduled function has ended in this time."""
+    return bool(result._status_available_event.wait(seconds))
 
 
 _collectives_of: MutableMapping[tf.Graph, dict[str, int]] = WeakKeyDictionary()

@@ -24,7 +24,7 @@ from tfdist.cluster.channel import Failure, agreed
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem
 
-__all__ = ["START_SECONDS", "TcpChannel", "open_tcp"]
+__all__ = ["START_SECONDS", "TcpChannel", "open_tcp", "start_seconds"]
 
 START_SECONDS = "TFDIST_START_SECONDS"
 """Variable of the environment: how long the processes of a job wait for each other when it starts."""
@@ -56,7 +56,7 @@ class TcpChannel:
         self.rank = rank
         self.size = size
         self._names = list(names) or [f"rank {r}" for r in range(size)]
-        self._deadline = time.monotonic() + _start_seconds()
+        self._deadline = time.monotonic() + start_seconds()
         self._peers = self._receive_all(meeting, tag) if rank == 0 else [self._find(meeting, tag)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TcpChannel:
@@ -105,7 +105,7 @@ class TcpChannel:
                 except TimeoutError:
                     missing = [name for r, name in enumerate(self._names) if r and r not in peers]
                     raise EnvironmentProblem(
-                        f"{', '.join(missing)} did not come within {_start_seconds():g} s. Look at the output of that "
+                        f"{', '.join(missing)} did not come within {start_seconds():g} s. Look at the output of that "
                         f"process, and whether its host reaches this one; {START_SECONDS} sets how long to wait."
                     ) from None
                 rank = _greeted(connection, tag, self.size)
@@ -126,7 +126,7 @@ class TcpChannel:
             time.sleep(0.1)
         places = ", ".join(f"{place} ({reason})" for place, reason in list(reasons.items())[:3])
         raise EnvironmentProblem(
-            f"{self._names[0]} could not be reached within {_start_seconds():g} s at {places}. Look at its output, and "
+            f"{self._names[0]} could not be reached within {start_seconds():g} s at {places}. Look at its output, and "
             f"whether this host reaches that one; {START_SECONDS} sets how long to wait."
         )
 
@@ -173,7 +173,8 @@ def _address(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-def _start_seconds() -> float:
+def start_seconds() -> float:
+    """How long the processes of a job wait for each other when it starts. Raises EnvironmentProblem for no number."""
     text = os.environ.get(START_SECONDS, "300")
     try:
         seconds = float(text)

@@ -100,6 +100,8 @@ def open_session(backend: str | None, options: Options) -> Session:
         EnvironmentProblem: something that the backend needs is missing.
     """
     identity, channel = process()
+    if any(session.asynchronous for session in _sessions.values()):
+        channel = _alone  # the other processes serve
 
     def work() -> Session | Callable[[], None]:
         runtime.import_tensorflow()

@@ -25,10 +25,13 @@ class Plan:
     examples: int | None
     threads: int
     accumulate: int = 1
+    workers: int | None = None
+    """Of an asynchronous run."""
 
     def headline(self) -> str:
         """One line for the start of a run."""
-        replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        count, what = (self.replicas, "replica") if self.workers is None else (self.workers, "worker")
+        replicas = f"{count} {what}" if count == 1 else f"{count} {what}s"
         examples = "endless examples" if self.examples is None else f"{self.examples} examples"
         size = str(self.global_batch_size) if self.accumulate == 1 else f"{self.accumulate} × {self.global_batch_size}"
         return (

@@ -12,9 +12,11 @@ from tfdist.config import Settings
 from tfdist.errors import NonFiniteError, TfdistError, UsageError
 from tfdist.strategies.session import Session
 from tfdist.training.actions import Action, Moment, act
+from tfdist.training.chunk import Chunk
 from tfdist.training.console import Console, Plan
+from tfdist.training.coordination import CoordinatedLoop
 from tfdist.training.learning_rate import Plateau
-from tfdist.training.loops import Chunk, TrainingLoop
+from tfdist.training.loops import TrainingLoop
 from tfdist.training.stopping import Decisions
 from tfdist.training.weighting import fault_of
 
@@ -30,7 +32,7 @@ class Course:
         session: Session,
         settings: Settings,
         *,
-        loop: TrainingLoop,
+        loop: TrainingLoop | CoordinatedLoop,
         iterator: Any,
         evaluate: Mapping[str, Callable[[], dict[str, float]]],
         decisions: Decisions,
@@ -79,7 +81,9 @@ class Course:
         while self.step < self._plan.steps and self.stopped is None:
             due = self._next(per_evaluation, per_epoch if self._actions else 0)
             self._in_chunk = True
-            chunk = self._loop.run(self._iterator, min(self._settings.steps_per_chunk, due - self.step), self.step)
+            steps = min(self._settings.steps_per_chunk, due - self.step)
+            ahead = 0 if self._actions else due - self.step - steps  # an action may stop the run after any chunk
+            chunk = self._loop.run(self._iterator, steps, self.step, ahead)
             self.chunks.append(chunk)
             if chunk.halted:
                 raise self._halted(chunk)

@@ -58,24 +58,54 @@ class Examples:
         into global batches by itself. `augment` then changes the examples of each piece, with a seed that belongs to
         the example's place in the run.
         """
-
-        def epoch(index: tf.Tensor) -> tf.data.Dataset:
-            examples = self.dataset
-            if shuffle_buffer:
-                buffer = min(shuffle_buffer, self.size or shuffle_buffer)
-                both = tf.stack([tf.constant(seed, tf.int64), index])
-                mixed = tf.random.stateless_uniform([], both, minval=1, maxval=2**31 - 1, dtype=tf.int64)
-                examples = examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
-            if augment is not None:
-                places = tf.data.Dataset.counter().map(lambda i: tf.stack([index, i]))
-                return tf.data.Dataset.zip(places, examples).batch(global_batch_size)
-            return examples.batch(global_batch_size)
-
         # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
         # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
         tf.random.set_seed(1)
         change = None if augment is None else _augmented(augment, seed, self.dataset.element_spec)
+
+        def epoch(index: tf.Tensor) -> tf.data.Dataset:
+            return self._epoch(index, seed, shuffle_buffer, places=augment is not None).batch(global_batch_size)
+
         return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch), change, tuned=self.tuned)
+
+    def numbered_batches(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shuffle_buffer: int,
+        epochs: int | None,
+        augment: Augment | None = None,
+    ) -> tf.data.Dataset:
+        """A dataset of (number from 0, batch) for workers that take whole batches, each the next one that is free.
+
+        Examples come in the order of `training_batches`, but batches go on over the end of an epoch, so that all are
+        full but the last one of `epochs` (None: no end).
+        """
+        tf.random.set_seed(1)  # as above
+        change = None if augment is None else _augmented(augment, seed, self.dataset.element_spec)
+        passes = tf.data.Dataset.counter() if epochs is None else tf.data.Dataset.range(epochs)
+        examples = passes.flat_map(lambda index: self._epoch(index, seed, shuffle_buffer, places=augment is not None))
+        batches = examples.batch(global_batch_size)
+        if change is not None:
+            batches = batches.map(lambda *batch: change(batch), tf.data.AUTOTUNE)
+        batches = batches.enumerate().prefetch(2)
+        untuned = tf.data.Options()
+        untuned.autotune.enabled = self.tuned
+        return batches.with_options(untuned)
+
+    def _epoch(self, index: tf.Tensor, seed: int, shuffle_buffer: int, *, places: bool) -> tf.data.Dataset:
+        """One pass in its own order; with each example's (epoch, number) before it, if asked for."""
+        examples = self.dataset
+        if shuffle_buffer:
+            buffer = min(shuffle_buffer, self.size or shuffle_buffer)
+            both = tf.stack([tf.constant(seed, tf.int64), index])
+            mixed = tf.random.stateless_uniform([], both, minval=1, maxval=2**31 - 1, dtype=tf.int64)
+            examples = examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
+        if places:
+            numbers = tf.data.Dataset.counter().map(lambda i: tf.stack([index, i]))
+            examples = tf.data.Dataset.zip(numbers, examples)
+        return examples
 
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
         """The replicas' pieces of the global batches in the dataset's order."""

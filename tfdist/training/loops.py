@@ -5,7 +5,8 @@ A chunk runs up to n steps without coming back to Python. Only at its end does t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.cluster.channel import shared
 from tfdist.errors import UsageError
-from tfdist.training.averages import Averages
+from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.private_keras import mask_of
@@ -23,26 +24,7 @@ from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, in_float32, unpack
 from tfdist.training.weighting import FAULTS, fault_of, per_value
 
-__all__ = ["Chunk", "EvaluationLoop", "TrainingLoop"]
-
-
-class Chunk(NamedTuple):
-    """What a chunk of steps tells; arrays have one entry (or row) for each step that was done."""
-
-    losses: np.ndarray
-    """One column for each part of the task."""
-    penalties: np.ndarray
-    rates: np.ndarray
-    """Learning rates, one column for each part of the task."""
-    rows: np.ndarray
-    skipped: np.ndarray
-    seconds: np.ndarray
-    halted: bool
-    """Whether the last step was one after which training cannot go on; it changed nothing."""
-    suspects: tuple[int, int]
-    """Of the last step: how many replicas had a loss that was not finite, and the sum of their ids."""
-    faults: np.ndarray
-    """Of the last step: counts of `weighting.FAULTS`."""
+__all__ = ["EvaluationLoop", "TrainingLoop"]
 
 
 class TrainingLoop:
@@ -81,29 +63,17 @@ class TrainingLoop:
             "SeedGenerator.",
         )
 
-    def run(self, iterator: Any, steps: int, first: int = 0) -> Chunk:
+    def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
         """Do `steps` steps, or fewer where training cannot go on. `iterator` is like the one that it was built with.
 
         Args:
             first: steps of the run before these.
+            ahead: steps that will follow, whatever comes of these; a loop that can may begin with them.
         """
         start = float(tf.timestamp())
-        done, series, times, suspects, faults = self._compiled(
-            iterator, tf.constant(steps), tf.constant(first, tf.int64)
-        )
+        done, series, times = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
         n = int(done)
-        losses, rates, rest = np.split(series.numpy()[:n], [self._parts, 2 * self._parts], axis=1)
-        return Chunk(
-            losses=losses,
-            rates=rates,
-            penalties=rest[:, 0],
-            rows=rest[:, 1].astype(np.int64),
-            skipped=rest[:, 2] > 0,
-            seconds=np.diff(times.numpy()[:n], prepend=start),
-            halted=bool(rest[-1, 3] > 0),
-            suspects=(int(suspects[0]), int(suspects[1])),
-            faults=faults.numpy(),
-        )
+        return columns(series.numpy()[:n], np.diff(times.numpy()[:n], prepend=start), self._step.parts)
 
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""
@@ -124,41 +94,20 @@ class TrainingLoop:
 
     def _run(self, iterator: Any, steps: tf.Tensor, first: tf.Tensor) -> tuple[tf.Tensor, ...]:
         self.traces += 1
-        self._parts = self._step.parts
 
-        def body(
-            i: tf.Tensor, go_on: tf.Tensor, suspects: tf.Tensor, faults: tf.Tensor, *arrays: tf.TensorArray
-        ) -> tuple[Any, ...]:
-            series, times = arrays
+        def body(i: tf.Tensor, go_on: tf.Tensor, series: tf.TensorArray, times: tf.TensorArray) -> tuple[Any, ...]:
             result = self._step(lambda: next(iterator), self._batches(first + tf.cast(i, tf.int64)))
-            rest = (result.penalty, result.rows, result.skipped, result.halt)
-            entry = tf.concat([result.losses, result.rates, [tf.cast(value, tf.float32) for value in rest]], 0)
+            entry = row(result)
             with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)
-            return (
-                i + 1,
-                ~result.halt,
-                result.suspects,
-                result.faults,
-                series.write(i, entry),
-                times.write(i, now),
-            )
+            return i + 1, ~result.halt, series.write(i, entry), times.write(i, now)
 
-        series = tf.TensorArray(tf.float32, size=steps, element_shape=[2 * self._parts + 4])
-        i, _, suspects, faults, series, times = tf.while_loop(
-            lambda i, go_on, *_: (i < steps) & go_on,
-            body,
-            (
-                tf.constant(0),
-                tf.constant(True),
-                tf.zeros([2]),
-                tf.zeros([len(FAULTS)]),
-                series,
-                tf.TensorArray(tf.float64, size=steps),
-            ),
-        )
-        return i, series.stack(), times.stack(), suspects, faults
+        series = tf.TensorArray(tf.float32, size=steps, element_shape=[width(self._step.parts)])
+        times = tf.TensorArray(tf.float64, size=steps)
+        start = (tf.constant(0), tf.constant(True), series, times)
+        i, _, series, times = tf.while_loop(lambda i, go_on, *_: (i < steps) & go_on, body, start)
+        return i, series.stack(), times.stack()
 
 
 class EvaluationLoop:
@@ -175,9 +124,14 @@ class EvaluationLoop:
         metrics: MetricTotals,
         iterator: Any,
         *,
-        averages: Averages | None = None,
+        values: Sequence[tuple[keras.Variable, Any]] = (),
     ) -> None:
-        self._averages = averages
+        """Trace the loop.
+
+        Args:
+            values: variables of the model, each with what stands in for it.
+        """
+        self._values = list(values)
         self._strategy = strategy
         self._task = task
         self._model = model
@@ -220,7 +174,7 @@ class EvaluationLoop:
         if self._strategy.num_replicas_in_sync > 1:
             batch = with_a_row(batch)
         inputs, labels, weights = unpack(batch)
-        with keras.StatelessScope(self._averages.mapping if self._averages else None):
+        with keras.StatelessScope(self._values):
             outputs = self._model(inputs, training=False)
             predictions, mask = in_float32(outputs), mask_of(outputs)
             losses = self._task.losses(labels, predictions)

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 __all__ = [
+    "count_atomically",
     "count_rows",
     "has_synchronized_layer",
     "mask_of",
@@ -37,6 +38,16 @@ def without_second_reduction(optimizer: keras.optimizers.Optimizer) -> Iterator[
         yield
     finally:
         delattr(optimizer, name)
+
+
+def count_atomically(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let steps that run side by side count the optimizer's updates without losing any.
+
+    A Keras variable's `assign_add` reads, adds and writes; TensorFlow's own is one operation. (What `apply` does to
+    weights and slots goes through TensorFlow's already.)
+    """
+    counter = optimizer._iterations
+    counter.assign_add = lambda value: counter.value.assign_add(tf.cast(value, counter.dtype))
 
 
 def has_synchronized_layer(model: keras.Model) -> bool:

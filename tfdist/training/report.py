@@ -72,6 +72,10 @@ class Report:
     """Over all replicas, without the first step and without evaluation."""
     traces: dict[str, int]
     """How often each compiled loop was traced."""
+    workers: dict[str, Any] | None
+    """Of an asynchronous run: workers, parameter_servers, max_in_flight; updates, the steps that were applied (more
+    than steps - skipped_steps where a worker died right after its update); and staleness: mean and max, over the
+    steps, of the updates that were complete between a step's reading of the weights and its writing."""
     intra_op_threads: int
     versions: dict[str, str]
 

@@ -128,17 +128,20 @@ class TrainingStep:
             tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),))).get_concrete_function()
             self._accumulators = Accumulators(self._strategy, self._local)
 
-    def __call__(self, next_batch: Callable[[], Any], batches: Any = 1) -> StepResult:
+    def __call__(
+        self, next_batch: Callable[[], Any], batches: Any = 1, *, place: tf.Tensor | None = None
+    ) -> StepResult:
         """Runs on every process, outside of a replica (traced).
 
         Args:
             next_batch: gives each local replica's piece of the next global batch.
             batches: how many of them make this step; up to `accumulate`.
+            place: a number that no other global batch has, int64; None: counted here.
         """
         rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self._optimizers.values()])
         factor = self.scale.value * self._spread if self.scale.dynamic else None
         if self._accumulators is None:
-            place = self._next_place()
+            place = self._next_place() if place is None else place * self._strategy.num_replicas_in_sync
             reduced = self._strategy.run(self._reduce, args=(next_batch(), place, factor))
         else:
             reduced = self._reduce_several(next_batch, batches, factor)

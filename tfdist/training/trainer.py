@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from tfdist.training.actions import Action
 from tfdist.training.averages import Averages
 from tfdist.training.building import build_model, build_optimizers, check_task, digest, structure
 from tfdist.training.console import Plan, numbers, open_console
+from tfdist.training.coordination import CoordinatedLoop, Snapshot
 from tfdist.training.course import Course
 from tfdist.training.data import Examples, load_examples
 from tfdist.training.learning_rate import schedule
@@ -78,6 +80,7 @@ class Trainer:
         self.global_batch_size = _whole("global_batch_size", given.global_batch_size, task.global_batch_size)
         self.learning_rate = learning_rate(task.learning_rate if given.learning_rate is None else given.learning_rate)
         self._course: Course | None = None
+        self._snapshot: Snapshot | None = None
         self._splits: dict[str, Examples] = {}
         self._evaluations: dict[str, tuple[EvaluationLoop, Any]] = {}
         given.check_for(self.session.backend)
@@ -148,6 +151,8 @@ class Trainer:
         """
         channel = self.session.channel
         loop, iterator, steps = together(channel, f"preparing to evaluate {split}", lambda: self._evaluation(split))
+        if self._snapshot is not None:
+            self._snapshot.take()
         with ends_the_job(channel, lambda: f"while evaluating {split!r} after step {self.step}"):
             return loop.run(iterator, steps)
 
@@ -207,23 +212,17 @@ class Trainer:
         accumulate = self.settings.accumulate
         batches_per_epoch = None if train.size is None else train.steps_per_epoch(self.global_batch_size)
         steps_per_epoch = None if batches_per_epoch is None else -(-batches_per_epoch // accumulate)
-        steps = self._total_steps(steps_per_epoch)
-        self._plateau = schedule(
-            self.optimizers.values(),
-            self.settings,
-            replicas=self.replicas_in_sync,
-            steps=steps,
-            steps_per_epoch=steps_per_epoch,
-            notice=self._notice,
-        )
+        steps = self._total_steps(train.size)
         strategy = self.session.strategy
-        self._iterator = train.training_batches(
-            strategy,
-            global_batch_size=self.global_batch_size,
-            seed=self.settings.seed,
-            shuffle_buffer=self.settings.shuffle_buffer,
-            augment=self.task.augment if type(self.task).augment is not Task.augment else None,
-        )
+        with self._shared_scope():
+            self._plateau = schedule(
+                self.optimizers.values(),
+                self.settings,
+                replicas=self.replicas_in_sync,
+                steps=steps,
+                steps_per_epoch=steps_per_epoch,
+                notice=self._notice,
+            )
         keras.utils.set_random_seed(self.settings.seed)  # for random operations of the task's own
         self._step = TrainingStep(
             strategy,
@@ -236,9 +235,25 @@ class Trainer:
             adasum=self.session.adasum,
             fixed_shapes=self.session.fixed_shapes,
         )
-        self._loop = TrainingLoop(
-            strategy, self._step, self._iterator, accumulate=accumulate, batches_per_epoch=batches_per_epoch
-        )
+        order: dict[str, Any] = {
+            "global_batch_size": self.global_batch_size,
+            "seed": self.settings.seed,
+            "shuffle_buffer": self.settings.shuffle_buffer,
+            "augment": self.task.augment if type(self.task).augment is not Task.augment else None,
+        }
+        self._loop: TrainingLoop | CoordinatedLoop
+        if self.session.asynchronous:
+            epochs = None if self.settings.steps is not None else self._epochs
+            batches = train.numbered_batches(**order, epochs=epochs)
+            self._iterator = None
+            self._loop = CoordinatedLoop(
+                strategy, self._step, batches, list(self.optimizers.values()), max_in_flight=self.settings.max_in_flight
+            )
+        else:
+            self._iterator = train.training_batches(strategy, **order)
+            self._loop = TrainingLoop(
+                strategy, self._step, self._iterator, accumulate=accumulate, batches_per_epoch=batches_per_epoch
+            )
         for split in self.task.evaluation_splits():
             self._evaluation(split)
         self._decisions = Decisions(self.settings, self.session.channel, tuple(self.task.evaluation_splits()))
@@ -250,6 +265,7 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
             global_batch_size=self.global_batch_size,
             accumulate=accumulate,
+            workers=len(self._loop.workers) if isinstance(self._loop, CoordinatedLoop) else None,
             examples=train.size,
             threads=self.session.intra_op_threads,
         )
@@ -273,26 +289,48 @@ class Trainer:
         for what, value in facts.items():
             require_same(self.session.channel, f"comparing {what}", what, value)
 
-    def _total_steps(self, steps_per_epoch: int | None) -> int:
+    @property
+    def _epochs(self) -> int:
+        return _whole("epochs", self.settings.epochs, self.task.epochs)
+
+    def _total_steps(self, examples: int | None) -> int:
         if self.settings.steps is not None:
             return self.settings.steps
-        if steps_per_epoch is None:
+        if examples is None:
             raise UsageError("the training dataset never ends, so epochs cannot be counted. Set steps.")
-        return _whole("epochs", self.settings.epochs, self.task.epochs) * steps_per_epoch
+        if self.session.asynchronous:  # whose batches go on over the end of an epoch
+            return -(-self._epochs * examples // self.global_batch_size)
+        batches = -(-examples // self.global_batch_size)
+        return self._epochs * -(-batches // self.settings.accumulate)
+
+    def _shared_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Where variables are made that all processes that compute can read."""
+        return self.session.strategy.scope() if self.session.asynchronous else contextlib.nullcontext()
 
     def _evaluation(self, split: str) -> tuple[EvaluationLoop, Any, int]:
         examples = self._examples(split, count=True)
         if examples.size is None:
             raise UsageError(f"the dataset of split {split!r} never ends, so it cannot be evaluated. Make it finite.")
-        strategy = self.session.strategy
+        # Workers of an asynchronous backend have no replicas in sync: the chief evaluates alone.
+        strategy = tf.distribute.get_strategy() if self.session.asynchronous else self.session.strategy
         if split not in self._evaluations:
             iterator = examples.evaluation_batches(strategy, global_batch_size=self.global_batch_size)
             by_weight = self.settings.loss_reduction == "weighted_mean"
             metrics = MetricTotals(self.task.metrics(), by_weight=by_weight)
             metrics.see(self._samples(examples))
-            loop = EvaluationLoop(strategy, self.task, self.model, metrics, iterator, averages=self.averages)
+            loop = EvaluationLoop(strategy, self.task, self.model, metrics, iterator, values=self._evaluated_values())
             self._evaluations[split] = loop, iterator
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
+
+    def _evaluated_values(self) -> list[tuple[keras.Variable, Any]]:
+        """Variables of the model with what evaluation takes for them: averages, or a copy on the chief."""
+        averages = [] if self.averages is None else self.averages.mapping
+        if not self.session.asynchronous:
+            return averages
+        if self._snapshot is None:
+            replaced = {id(v): average for v, average in averages}
+            self._snapshot = Snapshot([(v, replaced.get(id(v), v)) for v in self.model.variables])
+        return self._snapshot.mapping
 
     def _samples(self, examples: Examples) -> list[tuple[Any, Any]]:
         """Labels and predictions of a few examples: the first one, and the rest of a batch, where there is one."""
@@ -330,7 +368,7 @@ class Trainer:
             accumulate=self.settings.accumulate,
             learning_rate=self.learning_rate,
             seed=self.settings.seed,
-            epochs=None if self.settings.steps is not None else self.settings.epochs or self.task.epochs,
+            epochs=None if self.settings.steps is not None else self._epochs,
             steps=self.step,
             skipped_steps=int(skipped.sum()),
             stopped=course.stopped,
@@ -348,6 +386,7 @@ class Trainer:
             examples_per_second=reporting.throughput(rows, seconds),
             traces={"train": self._loop.traces}
             | {f"evaluate {s}": e.traces for s, (e, _) in self._evaluations.items()},
+            workers=self._loop.describe() if isinstance(self._loop, CoordinatedLoop) else None,
             intra_op_threads=self.session.intra_op_threads,
             versions=reporting.versions(),
         )

@@ -1,0 +1,246 @@
+"""Steps that run side by side on workers, each on whole batches of its own: asynchronous training.
+
+    chief   schedule step k, k+1, … ──> whichever worker is free ──> the results, in the order of their numbers
+    worker  read batch k ─> read weights ─> gradients ─> clip ─> update the variables on the parameter servers
+
+Every worker reads the same numbered batches and leaves out those that are not its own. So each batch is trained on once
+whichever worker takes it, and also when a worker dies and another one does its step again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import private_tf
+from tfdist.cluster.ports import unreachable
+from tfdist.errors import EnvironmentProblem, UsageError
+from tfdist.strategies.parameter_server import ParameterServer
+from tfdist.training.chunk import Chunk, columns, row, width
+from tfdist.training.private_keras import count_atomically
+from tfdist.training.randomness import refuse_stateful
+from tfdist.training.step import TrainingStep
+
+__all__ = ["CoordinatedLoop", "Snapshot"]
+
+_PATIENCE_SECONDS = 60.0
+"""How long training goes on without a single worker, which may be on its way back."""
+
+
+class CoordinatedLoop:
+    """As `loops.TrainingLoop`; made and called on the chief."""
+
+    def __init__(
+        self,
+        strategy: ParameterServer,
+        step: TrainingStep,
+        batches: tf.data.Dataset,
+        optimizers: Sequence[keras.optimizers.Optimizer],
+        *,
+        max_in_flight: int | None,
+    ) -> None:
+        """Trace the step and start the workers' pipelines.
+
+        Args:
+            batches: of (number, batch).
+            max_in_flight: steps from the oldest that has not come back on.
+
+        Raises:
+            UsageError: the dataset calls Python, which is not there on the workers.
+        """
+        self._step = step
+        self._cluster = strategy.cluster
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._in_chunk = 0
+        self.max_in_flight = max_in_flight or 4 * len(self.workers)
+        self.traces = 0
+        """How often the step was traced."""
+        self.updates_passed: list[int] = []
+        """For each step, updates of others that were complete between its reading and its writing."""
+        for optimizer in optimizers:
+            count_atomically(optimizer)
+        _refuse_python(batches)
+        with strategy.scope():
+            self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
+            """How many steps have been applied, a variable on a parameter server."""
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._batches = batches
+        self._iterator = self._pipelines()
+        # Traced on a pipeline of the chief's own, since the workers' come to be on the workers.
+        own = iter(batches)
+        with strategy.scope(), private_tf.traced_for_workers(strategy):
+            self._compiled = tf.function(self._run).get_concrete_function(own, tf.constant(0, tf.int64))
+        refuse_stateful(
+            self._compiled.graph,
+            "train_step",
+            "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own "
+            "SeedGenerator.",
+        )
+
+    def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
+        """Do `steps` steps, and begin up to `ahead` of those that follow.
+
+        Raises:
+            EnvironmentProblem: a parameter server has gone, or all workers have.
+        """
+        series, seconds = [], []
+        start = time.monotonic()
+        for number in range(first, first + steps):
+            self._schedule(number, first + steps + ahead)
+            entry, passed = self._result()
+            now = time.monotonic()
+            seconds.append(now - start)
+            start = now
+            series.append(entry)
+            self.updates_passed.append(passed)
+            self._in_chunk += 1
+            chunk = columns(np.array(series), np.array(seconds), self._step.parts)
+            if chunk.halted:
+                break
+        return chunk
+
+    def steps_done(self) -> int:
+        """Steps that the present chunk has completed, also when it has failed."""
+        return self._in_chunk
+
+    def forget(self) -> None:
+        """The chunk's steps are accounted for."""
+        self._in_chunk = 0
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """Their addresses."""
+        return self._cluster.workers
+
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        passed = self.updates_passed
+        return {
+            "workers": len(self.workers),
+            "parameter_servers": len(self._cluster.servers),
+            "max_in_flight": self.max_in_flight,
+            "updates": int(self.updates.numpy()),
+            "staleness": {"mean": sum(passed) / max(1, len(passed)), "max": max(passed, default=0)},
+        }
+
+    def _pipelines(self) -> Any:
+        return iter(self._coordinator.create_per_worker_dataset(self._batches))
+
+    def _schedule(self, number: int, end: int) -> None:
+        """See to it that step `number` and what may run beside it has been handed out."""
+        following = self._pending[-1][0] + 1 if self._pending else number
+        for k in range(following, min(end, number + self.max_in_flight)):
+            with _naming():
+                self._pending.append((k, self._schedule_one(k)))
+
+    def _schedule_one(self, number: int) -> Any:
+        return self._coordinator.schedule(self._compiled, args=(self._iterator, tf.constant(number, tf.int64)))
+
+    def _result(self) -> tuple[np.ndarray, int]:
+        """Of the oldest step."""
+        number, result = self._pending.popleft()
+        while True:
+            with _naming():
+                self._wait(result)
+                entry, counts = result.fetch()
+            passed, done = (int(count) for count in counts)
+            if done:
+                return np.asarray(entry), passed
+            # A worker that had read on got this step of one that died: its pipeline begins anew.
+            self._iterator = self._pipelines()
+            result = self._schedule_one(number)
+
+    def _wait(self, result: Any) -> None:
+        seen = time.monotonic()
+        while not private_tf.wait_for(result, 5.0):
+            gone = unreachable(self.workers, 0.0, listening=True)
+            if len(gone) < len(self.workers):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > _PATIENCE_SECONDS:
+                places = ", ".join(f"worker {i} ({address})" for i, address in enumerate(gone))
+                raise EnvironmentProblem(
+                    f"no worker has answered for {_PATIENCE_SECONDS:g} s: {places}. Their output tells why; start the "
+                    "job again."
+                )
+
+    def _run(self, iterator: Any, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Runs on a worker (traced): the step's entry, and (updates that passed, whether this was its batch)."""
+        self.traces += 1
+        index, batch = tf.while_loop(
+            lambda index, batch: index < number,
+            lambda index, batch: next(iterator),
+            next(iterator),
+            shape_invariants=self._batches.element_spec,
+        )
+
+        def work() -> tuple[tf.Tensor, tf.Tensor]:
+            before = self.updates.read_value()
+            with tf.control_dependencies([before]):
+                result = self._step(lambda: batch, place=number)
+            entry = row(result)
+            with tf.control_dependencies([entry]):
+                passed = self.updates.read_value() - before
+            applied = ~result.halt & ~result.skipped
+            with tf.control_dependencies([passed]):
+                self.updates.assign_add(tf.cast(applied, tf.int64))
+            return entry, tf.stack([passed, tf.ones_like(passed)])
+
+        def nothing() -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.zeros([width(self._step.parts)]), tf.zeros([2], tf.int64)
+
+        return tf.cond(tf.equal(index, number), work, nothing)
+
+
+class Snapshot:
+    """The model's variables as they were at one moment, on the chief, so that evaluation reads them once."""
+
+    def __init__(self, mapping: Sequence[tuple[keras.Variable, keras.Variable | tf.Variable]]) -> None:
+        """Make room for copies.
+
+        Args:
+            mapping: each variable that evaluation reads, with the one whose value it takes.
+        """
+        self._sources = [source for _, source in mapping]
+        with tf.device("CPU:0"):
+            self._copies = [tf.Variable(source.numpy(), trainable=False) for source in self._sources]
+        self.mapping = [(variable, copy) for (variable, _), copy in zip(mapping, self._copies, strict=True)]
+        """Each variable with its copy, for a Keras stateless scope."""
+
+    def take(self) -> None:
+        """Copy all values."""
+        for source, copy in zip(self._sources, self._copies, strict=True):
+            copy.assign(source.numpy())
+
+
+@contextlib.contextmanager
+def _naming() -> Iterator[None]:
+    """TensorFlow's error over a parameter server that has gone, in our words."""
+    try:
+        yield
+    except tf.errors.UnavailableError as error:
+        gone = re.search(r"/job:ps/replica:\d+/task:(\d+)", str(error))
+        if gone is None:
+            raise
+        raise EnvironmentProblem(
+            f"parameter server {gone.group(1)} has gone, and the weights that it held with it. Its own output tells "
+            "why; start the job again from the newest checkpoint."
+        ) from None
+
+
+def _refuse_python(batches: tf.data.Dataset) -> None:
+    """Raises UsageError where a pipeline calls Python, which is not there on the workers."""
+    text = private_tf.serialized(batches)
+    if b"PyFunc" in text:
+        raise UsageError(
+            "the training dataset calls Python code (from_generator, py_function, numpy_function), which workers of "
+            "backend='parameter_server' cannot call: their pipelines are made of TensorFlow operations. Give arrays, "
+            "or read files with tf.data."
+        )
