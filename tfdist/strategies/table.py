@@ -36,6 +36,10 @@ class Backend:
     """`module:function`; the function takes a `Place` and returns a strategy."""
     processes: bool
     """Whether it spans several processes, each with one replica, or one process with several replicas."""
+    mpi: bool = False
+    """Whether its processes find each other through MPI alone, so that mpirun must start them."""
+    servers: bool = False
+    """Whether some of its processes are parameter servers, and one directs the rest."""
     adasum: bool = False
     """Whether its `strategy.extended` has `adasum`."""
     fixed_shapes: bool = False
@@ -43,7 +47,7 @@ class Backend:
 
 
 BACKENDS = {
-    "horovod": Backend("tfdist.strategies.horovod:open_horovod", processes=True, adasum=True),
+    "horovod": Backend("tfdist.strategies.horovod:open_horovod", processes=True, mpi=True, adasum=True),
     "multi_worker_mirrored": Backend(
         "tfdist.strategies.multi_worker:open_multi_worker", processes=True, fixed_shapes=True
     ),
