@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import queue
+import select
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tfdist.cluster.hosts import Host
 
@@ -40,22 +41,33 @@ class Output:
     def __init__(self, events: queue.SimpleQueue[Event]) -> None:
         self._events = events
         self._lock = threading.Lock()
-        self._streams: dict[int, BinaryIO] = {1: sys.stdout.buffer, 2: sys.stderr.buffer}
+        self._ending = False
+        self._unread: set[int] = set()
 
     def line(self, stream: int, prefix: str, line: bytes) -> None:
-        """Write a line at once."""
+        """Write a line at once. Waits where nobody reads on, and with it, in the end, the process that printed it."""
         try:
             with self._lock:
-                self._streams[stream].write(f"[{prefix}] ".encode() + line)
-                self._streams[stream].flush()
-        except (OSError, ValueError):
+                self._write(stream, f"[{prefix}] ".encode() + line)
+        except OSError:
             self._events.put(Event("unread"))
 
     def tell(self, text: str) -> None:
         """Say something of the launcher's own."""
-        with contextlib.suppress(OSError, ValueError), self._lock:
-            self._streams[2].write(f"tfdist: {text}\n".encode(errors="surrogateescape"))
-            self._streams[2].flush()
+        with contextlib.suppress(OSError), self._lock:
+            self._write(2, f"tfdist: {text}\n".encode(errors="surrogateescape"))
+
+    def end(self) -> None:
+        """From now on wait for nobody: the job must end, whether its output is read or not."""
+        self._ending = True
+
+    def _write(self, descriptor: int, text: bytes) -> None:
+        while text and descriptor not in self._unread:
+            # A descriptor that is ready takes this much without blocking.
+            if select.select([], [descriptor], [], 0.5)[1]:
+                text = text[os.write(descriptor, text[: select.PIPE_BUF]) :]
+            elif self._ending:
+                self._unread.add(descriptor)
 
 
 def agent_command(host: Host, rsh: Sequence[str], folder: str, python_path: str | None) -> list[str]:

@@ -69,7 +69,8 @@ class _Job:
     def __init__(self, launch: Launch, output: Output, events: queue.SimpleQueue[Event]) -> None:
         self._launch, self._output, self._events = launch, output, events
         self._links: dict[str, AgentLink] = {}
-        self._started: set[int] = set()
+        self._started: dict[int, str] = {}
+        self._gone: set[str] = set()
         self._next_word = 0.0
 
     def run(self) -> Outcome:
@@ -87,7 +88,7 @@ class _Job:
             event = self._event(0.2)
             if event is not None and event.kind == "ended":
                 rank, code = event.value
-                self._started.discard(rank)
+                self._started.pop(rank, None)
                 watch.ended(rank, code, time.monotonic())
             for rank in watch.tick(time.monotonic()):
                 self._start(plan[rank])
@@ -95,16 +96,17 @@ class _Job:
 
     def end(self) -> None:
         """End all processes, then all agents. A second signal shortens the grace to nothing."""
+        self._output.end()
         self._tell_all(do="end", grace=_GRACE_SECONDS)
-        deadline = time.monotonic() + _GRACE_SECONDS + 3
-        gone: set[str] = set()
-        while self._started and len(gone) < len(self._links) and time.monotonic() < deadline:
+        # An agent that has started nothing has nothing to wait for.
+        deadline = time.monotonic() + (_GRACE_SECONDS + 3 if self._started else 1)
+        while set(self._started.values()) - self._gone and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=0.2)
                 if event.kind == "ended":
-                    self._started.discard(event.value[0])
+                    self._started.pop(event.value[0], None)
                 elif event.kind == "gone":
-                    gone.add(event.host)
+                    self._gone.add(event.host)
                 elif event.kind == "signal":
                     self._tell_all(do="end", grace=0)
         for link in self._links.values():
@@ -165,6 +167,7 @@ class _Job:
             case "unread":
                 raise _Over(141, None)
             case "gone":
+                self._gone.add(event.host)
                 raise _Over(
                     1,
                     f"host {event.host}: its agent has ended (exit code {event.value}), and its processes with it. "
@@ -174,7 +177,7 @@ class _Job:
 
     def _start(self, spec: ProcessSpec) -> None:
         member = spec.member
-        self._started.add(member.rank)
+        self._started[member.rank] = member.host
         environment = {"PYTHONUNBUFFERED": "1", **dict(spec.environment)}
         self._links[member.host].send(
             do="start", rank=member.rank, argv=spec.argv, env=environment, cwd=self._launch.folder
