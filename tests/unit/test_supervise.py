@@ -375,3 +375,25 @@ def test_a_server_that_dies_ends_the_job(job: Any) -> None:
         "tfdist: ps 1 (rank 2, host localhost) failed first: exit code 4. The weights it held are lost: start the job "
         "again.\n"
     )
+
+
+def test_an_agent_whose_launcher_falls_silent_ends_its_processes(tmp_path: Path) -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "tfdist.cluster.agent", "--silence", "0.5"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert agent.stdin is not None and agent.stdout is not None
+        shell = ["sh", "-c", "echo $$; exec sleep 60"]
+        start = {"do": "start", "rank": 0, "argv": shell, "env": {}, "cwd": str(tmp_path)}
+        agent.stdin.write(json.dumps(start).encode() + b"\n")
+        agent.stdin.flush()  # and stays open, as a connection that has been cut does
+        answers = [json.loads(line) for line in agent.stdout]
+        assert agent.wait(20) == 0
+        assert answers[-1] == {"rank": 0, "ended": -signal.SIGTERM}
+        assert not is_alive(int(answers[1]["text"]))
+    finally:
+        agent.kill()
+        agent.communicate()

@@ -79,8 +79,10 @@ class _Job:
         addresses = self._addresses() if launch.has_servers else None
         plan = {spec.member.rank: spec for spec in specs(launch.members, addresses, launch.argv)}
         if addresses and not launch.quiet:
-            where = ", ".join(addresses)
-            self._output.tell(f"TensorFlow's servers, which ask nobody for a password, listen at {where}")
+            self._output.tell(
+                "TensorFlow's servers listen on all interfaces of their hosts, without authentication, at "
+                + ", ".join(addresses)
+            )
         watch = Watch(launch.members, launch.worker_restarts, self._output.tell)
         for spec in plan.values():
             self._start(spec)
