@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from hvd_backend.start import start
 from tfdist.as_one.opening import act_as_one, opened_as_one
-from tfdist.cluster.devices import take_device
+from tfdist.cluster.devices import take_devices
 
 __all__ = ["HorovodStrategy"]
 
@@ -29,14 +29,17 @@ class HorovodStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Create it at the start of the program: it starts MPI and Horovod, gives this process one GPU and sets
     TensorFlow's threads. Every rank must run the same program: a collective is a call on all of them.
 
+    Args:
+        gpu_memory: whether TensorFlow takes the GPU's memory as it needs it (`grow`), or `all` of it at once.
+
     Raises:
         EnvironmentProblem: Horovod is missing or does not fit, or there are more ranks than GPUs.
         UsageError: the processes were started by TF_CONFIG, not by MPI.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gpu_memory: Literal["grow", "all"] = "grow") -> None:
         started = start()
-        device = take_device(started.identity, started.channel)
+        (device,) = take_devices(started.identity, started.channel, grow=gpu_memory == "grow")
         # Imported here, since it loads Horovod: start() has told by now if that is missing or does not fit.
         from hvd_backend.extended import HorovodExtended
 

@@ -5,6 +5,7 @@ Only the chief speaks. `--help` and wrong flags are answered without importing T
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"tfdist: error: {error}", file=sys.stderr, flush=True)
         if error.shared and channel is not None:
-            channel.exchange("the end", None)  # the launcher ends all ranks as soon as one leaves with an error
+            with contextlib.suppress(TfdistError):
+                channel.exchange("the end", None)  # the launcher ends all ranks as soon as one leaves with an error
         elif not speaks:
             time.sleep(1)  # for the chief's message, likewise
         return error.exit_code
@@ -75,7 +77,7 @@ def _train(command: TrainCommand, identity: Identity, channel: Channel) -> None:
     from tfdist.strategies.session import open_session
 
     # The backend first: TensorFlow's multi-worker strategy must be there before the task's module runs any operation.
-    session = open_session(command.backend, command.replicas, command.intra_op_threads)
+    session = open_session(command.backend, command.options)
     if command.verbose:
         _show(session)
 
@@ -184,6 +186,7 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
 
 _GROUPS = {
     "what and where": ("task", "task_args", "backend", "replicas", "report", "verbose", "quiet", "seed"),
+    "of single backends": ("parameter_servers", "max_in_flight", "sync_every", "collectives", "gpu_memory"),
     "how long": ("epochs", "steps", "global_batch_size", "accumulate", "shuffle_buffer"),
     "learning rate": (
         *("learning_rate", "lr_scaling", "lr_schedule", "warmup_steps", "warmup_epochs", "warmup_from_zero"),

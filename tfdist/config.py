@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
-from tfdist.strategies.table import check_backend
+from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
 __all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate"]
 
@@ -21,10 +21,11 @@ class Settings:
     """How a task is trained. Keyword arguments of `tfdist.Trainer`, and flags of `tfdist train`."""
 
     backend: str | None = None
-    """horovod, multi_worker_mirrored, mirrored or one_device. Unset: horovod under mpirun; alone, mirrored with
-    several GPUs, else one_device."""
+    """horovod, multi_worker_mirrored, parameter_server, mirrored, central_storage or one_device. Unset: horovod under
+    mpirun, multi_worker_mirrored under srun or TF_CONFIG; alone, mirrored with several GPUs, else one_device."""
     replicas: int | None = None
-    """Devices of a single-process backend (logical CPU devices where there is no GPU)."""
+    """Devices of each process (logical CPU devices where there is no GPU), on mirrored, central_storage and
+    multi_worker_mirrored."""
     epochs: int | None = None
     """Passes over the training split. Unset: what the task says."""
     steps: int | None = None
@@ -38,6 +39,18 @@ class Settings:
     """Seed of the initial weights, of the order of the examples, of dropout and of augmentation."""
     shuffle_buffer: int = 100_000
     """Examples that shuffling mixes at a time; 0 keeps the dataset's order."""
+
+    parameter_servers: int | None = None
+    """Processes that hold the variables, on parameter_server. Unset: 1."""
+    max_in_flight: int | None = None
+    """Steps that may be under way at a time, on parameter_server. Unset: 4 for each worker."""
+    sync_every: int | None = None
+    """On horovod: train each replica by itself, and average weights and optimizer state after every so many steps.
+    Unset: reduce the gradients of every step."""
+    collectives: Literal["auto", "ring", "nccl"] = "auto"
+    """How multi_worker_mirrored reduces: as TensorFlow chooses, by its own ring, or by NCCL between GPUs."""
+    gpu_memory: Literal["grow", "all"] = "grow"
+    """Let TensorFlow take a GPU's memory as it needs it, or all of it at once."""
 
     learning_rate: float | None = None
     """Base learning rate. Unset: what the task says."""
@@ -165,23 +178,76 @@ class Settings:
                     f"{name}={getattr(self, name)} compares evaluations, and validate_every=0 leaves one, at the end. "
                     "Set validate_every to 1 or more."
                 )
+        if self.backend is not None:
+            check_options(self.backend, self.options)
+            self.check_for(self.backend)
         if self.reduction == "adasum":
-            if self.backend not in (None, "horovod"):
+            self._without(
+                "reduction='adasum'", ("compression", "sparse"), "Adasum needs whole gradients in full precision"
+            )
+        if self.sync_every is not None:
+            self._without(
+                f"sync_every={self.sync_every}",
+                ("accumulate", "compression", "sparse", "reduction"),
+                "no gradients go between the replicas",
+            )
+            if self.precision == "float16":
                 raise UsageError(
-                    f"reduction='adasum' is Horovod's, and backend={self.backend!r} does not have it. Use "
-                    "backend='horovod' under mpirun, or leave it out."
+                    f"sync_every={self.sync_every} and precision='float16' do not go together: an overflow must skip "
+                    "the step on all replicas. Use precision='bfloat16', or leave sync_every out."
                 )
-            for name, none in (("compression", "none"), ("sparse", "dense")):
-                if getattr(self, name) != none:
-                    raise UsageError(
-                        f"reduction='adasum' and {name}={getattr(self, name)!r} do not go together: Adasum needs whole "
-                        f"gradients in full precision. Leave one of them out."
-                    )
+            if self.batch_norm == "sync":
+                raise UsageError(
+                    f"sync_every={self.sync_every} and batch_norm='sync' do not go together: replicas train each by "
+                    "itself. Use batch_norm='local', or leave sync_every out."
+                )
         if self.sparse == "gather" and self.accumulate > 1:
             raise UsageError(
                 f"sparse='gather' and accumulate={self.accumulate} do not go together: gradients add up in dense "
                 "form. Leave one of them out."
             )
+
+    def _without(self, what: str, names: tuple[str, ...], reason: str) -> None:
+        for name in names:
+            if getattr(self, name) != getattr(Settings, name):
+                raise UsageError(
+                    f"{what} and {name}={getattr(self, name)!r} do not go together: {reason}. Leave one of them out."
+                )
+
+    def check_for(self, backend: str) -> None:
+        """Raises UsageError where a setting does not go together with a backend."""
+        kind = BACKENDS[backend]
+        if self.reduction == "adasum" and not kind.adasum:
+            raise UsageError(
+                f"reduction='adasum' is Horovod's, and backend={backend!r} does not have it. Use backend='horovod' "
+                "under mpirun, or leave it out."
+            )
+        if self.sync_every is not None and not kind.own_copies:
+            raise UsageError(
+                f"sync_every={self.sync_every} needs a copy of the weights on every replica that may differ from the "
+                f"others', and backend={backend!r} has none. Use backend='horovod' under mpirun, or leave it out."
+            )
+        if self.max_in_flight is not None and not kind.asynchronous:
+            raise UsageError(
+                f"max_in_flight={self.max_in_flight} has no effect with backend={backend!r}. Leave it out, or use "
+                "backend='parameter_server'."
+            )
+        if kind.asynchronous:
+            self._without(
+                f"backend={backend!r}",
+                ("accumulate", "compression", "reduction"),
+                "a step is one worker's, and its gradients go straight to the parameter servers",
+            )
+            if self.precision == "float16":
+                raise UsageError(
+                    f"backend={backend!r} and precision='float16' do not go together: an overflow must change the loss "
+                    "scale before the next step, and steps run side by side. Use precision='bfloat16'."
+                )
+
+    @property
+    def options(self) -> Options:
+        """What the backend is opened with."""
+        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
 
     @property
     def _warms_up(self) -> bool:
@@ -194,6 +260,9 @@ _LIMITS: dict[str, tuple[int, int]] = {
     "steps": (1, 2**63 - 1),
     "global_batch_size": (1, 2**31 - 1),
     "accumulate": (1, 2**31 - 1),
+    "parameter_servers": (1, 2**15),
+    "max_in_flight": (1, 2**20),
+    "sync_every": (1, 2**31 - 1),
     "warmup_steps": (0, 2**31 - 1),
     "warmup_epochs": (0, 2**31 - 1),
     "loss_scale_growth": (1, 2**31 - 1),

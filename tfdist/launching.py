@@ -34,7 +34,7 @@ def launch(command: LaunchCommand, train: TrainCommand, arguments: Sequence[str]
     backend = train.backend or "multi_worker_mirrored"  # as the processes choose it where there is TF_CONFIG
     kind = BACKENDS[backend]
     _check(backend, count, hosts, arguments, dry=command.dry_run != "no")
-    servers = getattr(train, "parameter_servers", 1) if kind.servers else 0
+    servers = (train.parameter_servers or 1) if kind.asynchronous else 0
     planned = members(hosts, servers)
     if command.dry_run == "kubernetes":
         from tfdist.cluster.kubernetes import Job, manifest

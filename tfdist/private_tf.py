@@ -46,6 +46,7 @@ __all__ = [
     "dataset_function",
     "gen_random_ops",
     "is_mirrored",
+    "local_cpu_devices",
     "mark_as_unsaveable",
     "name_in_function",
     "random_op",
@@ -91,6 +92,8 @@ HOOKS = {
         "_get_variable_creator_initial_value",
         "_reduce_to",
         "_replica_ctx_all_reduce",
+        # replaced for a while
+        "_initialize_local_devices",
         # called
         "_initialize_single_worker",
         "_input_workers_with_options",
@@ -126,6 +129,27 @@ def dataset_function() -> tf.Graph | None:
     while graph is not None and not str(getattr(graph, "name", "")).startswith("Dataset_"):
         graph = getattr(graph, "outer_graph", None)
     return graph
+
+
+@contextlib.contextmanager
+def local_cpu_devices(count: int) -> Iterator[None]:
+    """While a multi-worker strategy is made inside, it has so many logical CPU devices in this process.
+
+    TensorFlow asks its cluster resolver for GPUs and TPUs alone, and has one replica where there are none.
+    """
+    original = CollectiveAllReduceExtended._initialize_local_devices
+    if count == 1:
+        yield
+        return
+
+    def devices(self: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker_device}/device:CPU:{i}" for i in range(count)), "CPU"
+
+    CollectiveAllReduceExtended._initialize_local_devices = devices
+    try:
+        yield
+    finally:
+        CollectiveAllReduceExtended._initialize_local_devices = original
 
 
 @contextlib.contextmanager

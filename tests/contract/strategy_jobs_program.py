@@ -31,9 +31,10 @@ if backend == "horovod":
 else:
     from tfdist.errors import TfdistError
     from tfdist.strategies.session import open_session
+    from tfdist.strategies.table import Options
 
     try:
-        strategy = open_session(backend, None, None).strategy
+        strategy = open_session(backend, Options()).strategy
     except TfdistError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

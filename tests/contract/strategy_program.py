@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.cluster import runtime
 from tfdist.cluster.identity import identify
 from tfdist.strategies.session import open_session
+from tfdist.strategies.table import Options
 
 kind = sys.argv[2]
 rank = identify().rank
@@ -30,7 +31,7 @@ if kind == "mirrored":
     tf.config.threading.set_intra_op_parallelism_threads(runtime.intra_op_threads(identify(), 2))
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 else:
-    strategy = open_session(kind, None, None).strategy
+    strategy = open_session(kind, Options()).strategy
 
 Path(sys.argv[1], "files").mkdir(exist_ok=True)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist.strategies.session import open_session
+from tfdist.strategies.table import Options
 from tfdist.training.task import Task
 
 __all__ = ["SESSION", "STRATEGY", "trainer"]
@@ -28,7 +29,7 @@ def _same_environment() -> Iterator[None]:
 
 
 with _same_environment():
-    SESSION = open_session("one_device", None, 1)
+    SESSION = open_session("one_device", Options(intra_op_threads=1))
 STRATEGY = SESSION.strategy
 
 

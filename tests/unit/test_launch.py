@@ -18,7 +18,6 @@ from tfdist.cluster.identity import Identity
 from tfdist.cluster.launch import Member, ProcessSpec, members, specs
 from tfdist.config import LaunchCommand
 from tfdist.errors import UsageError
-from tfdist.strategies.table import BACKENDS, Backend
 
 
 def refusal(words: str) -> str:
@@ -30,12 +29,6 @@ def refusal(words: str) -> str:
 def dry(capsys: pytest.CaptureFixture[str], words: str) -> str:
     assert _launch(["launch", *shlex.split(words)], Identity("alone")) == 0
     return capsys.readouterr().out
-
-
-@pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend with parameter servers."""
-    monkeypatch.setitem(BACKENDS, "parameter_server", Backend("nowhere:nothing", processes=True, servers=True))
 
 
 def test_flags() -> None:
@@ -179,10 +172,12 @@ def test_the_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_plan_with_servers(capsys: pytest.CaptureFixture[str], servers: None) -> None:
+def test_the_plan_with_servers(capsys: pytest.CaptureFixture[str]) -> None:
     told = dry(capsys, "--processes 4 --dry-run plan -- --backend parameter_server")
     assert [line.split()[1] for line in told.splitlines()[1:5]] == ["chief", "ps", "worker", "worker"]
     assert told.count("127.0.0.1:<free port>") == 4
+    told = dry(capsys, "--processes 4 --dry-run plan -- --backend parameter_server --parameter-servers 2")
+    assert [line.split()[1] for line in told.splitlines()[1:5]] == ["chief", "ps", "ps", "worker"]
     assert "needs a chief" in refusal("--processes 2 --dry-run plan -- --backend parameter_server")
 
 

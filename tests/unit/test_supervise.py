@@ -257,7 +257,7 @@ def test_the_addresses_are_told(job: Any) -> None:
     _, output, errors = job('print(config["cluster"]["worker"][0])\n', processes=1, quiet=False).ended()
     address = output.decode().removeprefix("[worker 0] ").strip()
     assert address.startswith("127.0.0.1:")
-    assert errors.strip().endswith(f"listen at {address}")
+    assert errors.strip().endswith(f"without authentication, at {address}")
 
 
 def test_a_reader_that_has_gone_ends_the_job(job: Any) -> None:

@@ -21,7 +21,7 @@ from tfdist.cluster.causes import cause_of, task_traceback, unwrapped
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure, TfdistError
 
-__all__ = ["Alone", "Channel", "MpiChannel", "open_mpi", "require_same", "shared", "together"]
+__all__ = ["Alone", "Channel", "Failure", "MpiChannel", "agreed", "open_mpi", "require_same", "shared", "together"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,9 @@ class Channel(Protocol):
             RanksDisagree: the ranks did not come with the same label; on every rank.
         """
 
+    def arrive(self) -> Callable[[], bool]:
+        """Say that this process has come to the end. The result tells whether all have, or one has gone."""
+
     def abort(self, code: int) -> None:
         """End all processes of the job at once with this exit code, as far as the launcher allows."""
 
@@ -63,6 +66,9 @@ class Alone:
             raise _error_of([failure])
         return [json.loads(json.dumps(value))]  # as it would come over a network
 
+    def arrive(self) -> Callable[[], bool]:
+        return lambda: True
+
     def abort(self, code: int) -> None:
         pass
 
@@ -77,6 +83,7 @@ class MpiChannel:
 
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
+        self._ends = MPI.COMM_WORLD.Dup()
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
 
@@ -90,18 +97,10 @@ class MpiChannel:
         everything = np.zeros(int(lengths.sum()), np.uint8)
         self._world.Allgatherv(mine, [everything, lengths])
         parts = np.split(everything, np.cumsum(lengths)[:-1])
-        labels, values, failures = zip(*(json.loads(part.tobytes()) for part in parts), strict=True)
-        if any(failures):
-            raise _error_of(failures)
-        for rank, other in enumerate(labels):
-            if other != labels[0]:
-                raise shared(
-                    RanksDisagree(
-                        f"the ranks are out of step: rank 0 is at {labels[0]!r}, rank {rank} at {other!r}. Every rank "
-                        "must build the same model and take the same path; look for code that depends on the rank."
-                    )
-                )
-        return list(values)
+        return agreed([json.loads(part.tobytes()) for part in parts])
+
+    def arrive(self) -> Callable[[], bool]:
+        return self._ends.Ibarrier().Test
 
     def abort(self, code: int) -> None:
         sys.stdout.flush()
@@ -124,12 +123,38 @@ def open_mpi(identity: Identity) -> MpiChannel:
             "Install it with: pip install 'tfdist[horovod]'"
         ) from None
     if (channel.rank, channel.size) != (identity.rank, identity.size):
+        if identity.launcher == "slurm":
+            raise EnvironmentProblem(
+                f"srun started {identity.size} processes, but MPI sees {channel.size}: SLURM's MPI plugin and the MPI "
+                "library of this environment do not fit together. Start the job with mpirun inside sbatch or salloc "
+                "(mpirun -np N python …), or with srun --mpi=pmix where `srun --mpi=list` shows a pmix that works."
+            )
         raise EnvironmentProblem(
             f"the launcher says rank {identity.rank} of {identity.size} processes, but MPI says rank {channel.rank} of "
             f"{channel.size}: mpirun and the MPI library of this environment are not the same. Use the mpirun of the "
             "activated environment (source .venv/bin/activate), or unset the launcher's variables to run alone."
         )
     return channel
+
+
+def agreed(messages: Sequence[tuple[str, Any, Failure | None]]) -> list[Any]:
+    """The values of all ranks' messages (label, value, failure).
+
+    Raises:
+        TfdistError, RanksDisagree: as `Channel.exchange`.
+    """
+    labels, values, failures = zip(*messages, strict=True)
+    if any(failures):
+        raise _error_of(failures)
+    for rank, other in enumerate(labels):
+        if other != labels[0]:
+            raise shared(
+                RanksDisagree(
+                    f"the ranks are out of step: rank 0 is at {labels[0]!r}, rank {rank} at {other!r}. Every rank "
+                    "must build the same model and take the same path; look for code that depends on the rank."
+                )
+            )
+    return list(values)
 
 
 def together(channel: Channel, stage: str, work: Callable[[], T]) -> T:

@@ -1,15 +1,15 @@
-"""How the processes of an MPI job end: together when all is well, and at once when one of them fails."""
+"""How the processes of a job end: together when all is well, and at once when one of them fails."""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import socket
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
-from tfdist.cluster.channel import MpiChannel
+from tfdist.cluster.channel import Channel
 
 __all__ = ["PATIENCE_SECONDS", "end_together"]
 
@@ -17,26 +17,35 @@ PATIENCE_SECONDS = 5.0
 """How long a process that is done waits for the others before it leaves, which fails their collectives with it."""
 
 
-@functools.cache
-def end_together(channel: MpiChannel) -> None:
+_waits: dict[int, Callable[[float], None]] = {}
+
+
+def end_together(channel: Channel) -> Callable[[float], None]:
     """From now on no process leaves while another needs it, and an exception that nobody catches ends the job.
 
     Call it after the backend has started, so that the wait comes before the backend's own clean-up at exit.
+
+    Returns:
+        The wait itself, for a process that comes to its end now: until the others have, or so many seconds.
     """
-    from mpi4py import MPI
+    if id(channel) in _waits:
+        return _waits[id(channel)]
+    arrived: list[Callable[[], bool]] = []
 
+    def wait(seconds: float) -> None:
+        if not arrived:
+            arrived.append(channel.arrive())
+        patience = time.monotonic() + seconds
+        pause = 0.002
+        while not arrived[0]() and time.monotonic() < patience:
+            time.sleep(pause)
+            pause = min(1.1 * pause, 0.1)
+
+    _waits[id(channel)] = wait
     if channel.size == 1:
-        return
-    world = MPI.COMM_WORLD.Dup()
-
-    @atexit.register
-    def wait_for_the_others() -> None:
-        # Not for ever: another rank may be in a collective that waits for this one. It fails when this one
-        # leaves.
-        arrived = world.Ibarrier()
-        patience = time.monotonic() + PATIENCE_SECONDS
-        while not arrived.Test() and time.monotonic() < patience:
-            time.sleep(0.002)
+        return wait
+    # Not for ever: another rank may be in a collective that waits for this one. It fails when this one leaves.
+    atexit.register(wait, PATIENCE_SECONDS)
 
     show = sys.excepthook
 
@@ -52,3 +61,4 @@ def end_together(channel: MpiChannel) -> None:
         channel.abort(1)
 
     sys.excepthook = end_the_job
+    return wait

@@ -1,7 +1,11 @@
 """Who am I: the rank of this process and the size of its job, read from the environment.
 
-The only reader of the launcher's variables. Known are Open MPI, MPICH (and others with the PMI variables) and
-`TF_CONFIG`; without any of them the process is alone. Nothing here starts MPI or TensorFlow.
+The only reader of the launcher's variables. Known are Open MPI, MPICH (and others with the PMI variables), `TF_CONFIG`
+and SLURM's steps; without any of them the process is alone. Nothing here starts MPI or TensorFlow.
+
+An MPI launcher comes first: its ranks also see what SLURM tells of the daemons that started them. TF_CONFIG must agree
+with it, and with SLURM where srun itself started the processes. A batch script or a shell of salloc is no step: the
+process there is alone.
 """
 
 from __future__ import annotations
@@ -9,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Literal
 
 from tfdist.errors import UsageError
 
-__all__ = ["Identity", "TfConfig", "identify"]
+__all__ = ["Identity", "SlurmStep", "TfConfig", "identify"]
 
-Launcher = Literal["alone", "mpi", "tf_config"]
+Launcher = Literal["alone", "mpi", "tf_config", "slurm"]
 
 # (rank, size, rank on this host, processes on this host)
 _MPI_VARIABLES = (
@@ -32,13 +37,33 @@ _MPI_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class TfConfig:
-    """The parts of `TF_CONFIG` that synchronous training needs."""
+    """What `TF_CONFIG` says of the cluster."""
 
     workers: tuple[str, ...]
     """Addresses (`host:port`) of all training processes in the order of their ranks; a chief comes first."""
     rank: int
+    """Among a chief, the parameter servers and the workers, in this order."""
     task_type: str
     task_index: int
+    servers: tuple[str, ...] = ()
+    """Addresses of parameter servers."""
+    has_chief: bool = False
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The addresses of all processes in the order of their ranks."""
+        chief = self.workers[:1] if self.has_chief else ()
+        return (*chief, *self.servers, *self.workers[len(chief) :])
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmStep:
+    """The step of a SLURM job that this process is a task of."""
+
+    job: str
+    """`job.step`, which no other step has."""
+    first_host: str
+    """Where task 0 is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +76,7 @@ class Identity:
     local_rank: int = 0
     local_size: int = 1
     tf_config: TfConfig | None = None
+    slurm: SlurmStep | None = None
 
     @property
     def is_chief(self) -> bool:
@@ -66,8 +92,10 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
     """
     environ = os.environ if environ is None else environ
     tf_config = _read_tf_config(environ.get("TF_CONFIG", ""))
+    slurm = _read_slurm(environ)
     for rank, size, local_rank, local_size in _MPI_VARIABLES:
-        if rank in environ and size in environ:
+        # srun sets the PMI variables, too, but not those of the places on a host, and says itself who is who.
+        if rank in environ and size in environ and (slurm is None or local_rank in environ):
             identity = Identity(
                 launcher="mpi",
                 rank=_number(environ, rank),
@@ -76,43 +104,77 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
                 local_size=_number(environ, local_size if local_size in environ else size),
                 tf_config=tf_config,
             )
-            return _consistent(identity)
+            return _consistent(identity, "MPI")
     if tf_config is not None:
-        host = tf_config.workers[tf_config.rank].rpartition(":")[0]
-        here = [i for i, a in enumerate(tf_config.workers) if a.rpartition(":")[0] == host]
-        return Identity(
+        members = tf_config.members
+        host = members[tf_config.rank].rpartition(":")[0]
+        here = [i for i, a in enumerate(members) if a.rpartition(":")[0] == host]
+        identity = Identity(
             launcher="tf_config",
             rank=tf_config.rank,
-            size=len(tf_config.workers),
+            size=len(members),
             local_rank=here.index(tf_config.rank),
             local_size=len(here),
             tf_config=tf_config,
         )
-    return Identity(launcher="alone")
+        if slurm is not None and slurm.size != identity.size:
+            raise UsageError(
+                f"TF_CONFIG describes {identity.size} process(es), but SLURM has started {slurm.size} in this step. "
+                "Unset TF_CONFIG (under srun tfdist needs none), or start as many tasks as it names."
+            )
+        return identity
+    return _consistent(slurm, "SLURM") if slurm is not None else Identity(launcher="alone")
 
 
-def _consistent(identity: Identity) -> Identity:
+def _consistent(identity: Identity, launcher: str) -> Identity:
     if not (0 <= identity.rank < identity.size and 0 <= identity.local_rank < identity.local_size):
         raise UsageError(
             f"the launcher's variables say rank {identity.rank} of {identity.size}, local rank {identity.local_rank} "
             f"of {identity.local_size}, which cannot be. Unset them; the launcher sets them itself."
         )
     config = identity.tf_config
-    if config is not None and (len(config.workers), config.rank) != (identity.size, identity.rank):
+    if config is not None and (len(config.members), config.rank) != (identity.size, identity.rank):
         raise UsageError(
-            f"TF_CONFIG says worker {config.rank} of {len(config.workers)}, but MPI says rank {identity.rank} of "
-            f"{identity.size}. Unset TF_CONFIG (under mpirun tfdist needs none), or start the processes without "
+            f"TF_CONFIG says process {config.rank} of {len(config.members)}, but {launcher} says rank {identity.rank} "
+            f"of {identity.size}. Unset TF_CONFIG (under mpirun tfdist needs none), or start the processes without "
             "mpirun."
         )
     return identity
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_slurm(environ: Mapping[str, str]) -> Identity | None:
+    """The task of a step of several tasks. SLURM_PROCID and SLURM_NTASKS alone are in every batch script, too."""
+    if "SLURM_PROCID" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS", "1") < 2:
+        return None
+    here = environ.get("SLURM_GTIDS") or environ["SLURM_PROCID"]
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "localhost"
+    return Identity(
+        launcher="slurm",
+        rank=_number(environ, "SLURM_PROCID"),
+        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environ, "SLURM_LOCALID", "0"),
+        local_size=len(here.split(",")),
+        slurm=SlurmStep(
+            job=f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}",
+            first_host=_first_host(nodes),
+        ),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes, as in `gpu[07-09,12],login` or `rack[1-2]n[01-04]`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environ.get(name, default)
     try:
-        return int(environ[name])
+        return int(text)
     except ValueError:
         raise UsageError(
-            f"{name}={environ[name]!r} in the environment is not a number. Unset it; the launcher sets it itself."
+            f"{name}={text!r} in the environment is not a number. Unset it; the launcher sets it itself."
         ) from None
 
 
@@ -128,7 +190,7 @@ def _read_tf_config(text: str) -> TfConfig | None:
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
-        chiefs, workers = (_addresses(cluster.get(role, [])) for role in ("chief", "worker"))
+        chiefs, servers, workers = (_addresses(cluster.get(role, [])) for role in ("chief", "ps", "worker"))
         task_type, index = str(task["type"]), int(task["index"])
         if index != float(task["index"]):
             raise ValueError(f"the index {task['index']} is not a whole number")
@@ -138,14 +200,23 @@ def _read_tf_config(text: str) -> TfConfig | None:
             '{"cluster": {"worker": ["host0:port", "host1:port"]}, "task": {"type": "worker", "index": 0}}; '
             "unset it to train on this machine alone."
         ) from None
-    for role in (set(cluster) | {task_type}) - {"chief", "worker"}:
+    for role in (set(cluster) | {task_type}) - {"chief", "ps", "worker"}:
         raise UsageError(
-            f"TF_CONFIG names the role {role!r}; the synchronous backends know 'chief' and 'worker'. Remove it."
+            f"TF_CONFIG names the role {role!r}; tfdist knows 'chief', 'worker' and, for backend='parameter_server', "
+            "'ps'. Remove it."
         )
-    if not 0 <= index < len(chiefs if task_type == "chief" else workers):
+    tasks = {"chief": chiefs, "ps": servers, "worker": workers}[task_type]
+    if not 0 <= index < len(tasks):
         raise UsageError(
-            f"TF_CONFIG says task {task_type} {index}, but its cluster has {len(chiefs)} chief(s) and "
-            f"{len(workers)} worker(s). Make the index fit the cluster."
+            f"TF_CONFIG says task {task_type} {index}, but its cluster has {len(chiefs)} chief(s), {len(workers)} "
+            f"worker(s) and {len(servers)} parameter server(s). Make the index fit the cluster."
         )
-    rank = index if task_type == "chief" else len(chiefs) + index
-    return TfConfig(workers=(*chiefs, *workers), rank=rank, task_type=task_type, task_index=index)
+    before = {"chief": 0, "ps": len(chiefs), "worker": len(chiefs) + len(servers)}[task_type]
+    return TfConfig(
+        workers=(*chiefs, *workers),
+        rank=before + index,
+        task_type=task_type,
+        task_index=index,
+        servers=tuple(servers),
+        has_chief=bool(chiefs),
+    )

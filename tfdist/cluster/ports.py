@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
-__all__ = ["hold_port", "own_address", "past_proxies"]
+from tfdist.cluster.channel import Channel, shared
+from tfdist.errors import EnvironmentProblem
+
+__all__ = ["hold_port", "meet", "own_address", "past_proxies", "require_reachable", "unreachable"]
+
+_REACH_SECONDS = 20.0
 
 
 @contextlib.contextmanager
@@ -32,6 +38,58 @@ def own_address() -> str:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the system chooses the interface that leads outside
         return str(probe.getsockname()[0])
     return socket.gethostname()
+
+
+def meet(channel: Channel, label: str, port: int) -> list[str]:
+    """The addresses (`host:port`) of all ranks, each of which holds a port. On loopback where there is one host."""
+    ranks = channel.exchange(label, [socket.gethostname(), own_address(), port])
+    one_host = len({host for host, _, _ in ranks}) == 1
+    return [f"{'127.0.0.1' if one_host else address}:{port}" for _, address, port in ranks]
+
+
+def require_reachable(channel: Channel, addresses: Sequence[str]) -> None:
+    """Check from every rank that all hosts can be reached. A port where nobody listens yet will do.
+
+    Raises:
+        EnvironmentProblem: names who cannot be reached from where, and why; on every rank.
+    """
+    if channel.size == 1:
+        return
+    problems = channel.exchange("reaching the others", [socket.gethostname(), unreachable(addresses, _REACH_SECONDS)])
+    for rank, (host, reasons) in enumerate(problems):
+        if reasons:
+            places = ", ".join(f"{address} ({reason})" for address, reason in reasons.items())
+            raise shared(
+                EnvironmentProblem(
+                    f"rank {rank} (host {host}) does not reach {places} within {_REACH_SECONDS:g} s. Look at the "
+                    "network between the hosts: names, routes, firewalls."
+                )
+            )
+
+
+def unreachable(addresses: Sequence[str], seconds: float, *, listening: bool = False) -> dict[str, str]:
+    """Those of the addresses whose host does not answer in time, with the reason.
+
+    Args:
+        listening: whether somebody must listen at the port, too.
+    """
+    deadline = time.monotonic() + seconds
+    reasons: dict[str, str] = {}
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        while True:
+            left = max(0.2, deadline - time.monotonic())
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+                break
+            except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and not listening:
+                    break
+                if time.monotonic() >= deadline:
+                    reasons[address] = error.strerror or str(error) or type(error).__name__
+                    break
+                time.sleep(0.1)
+    return reasons
 
 
 def past_proxies(addresses: Sequence[str]) -> None:

@@ -15,5 +15,7 @@ __all__ = ["open_horovod"]
 
 def open_horovod(place: Place) -> tf.distribute.Strategy:
     """`hvd_backend.HorovodStrategy`. Raises EnvironmentProblem where Horovod cannot be used."""
-    strategy: tf.distribute.Strategy = importlib.import_module("hvd_backend").HorovodStrategy()
+    strategy: tf.distribute.Strategy = importlib.import_module("hvd_backend").HorovodStrategy(
+        gpu_memory=place.options.gpu_memory
+    )
     return strategy

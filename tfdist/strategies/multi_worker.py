@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import tensorflow as tf
 
+from tfdist import private_tf
 from tfdist.as_one.opening import act_as_one, opened_as_one
-from tfdist.cluster.channel import Alone, Channel, MpiChannel
-from tfdist.cluster.devices import take_device
+from tfdist.cluster.channel import Alone, Channel
+from tfdist.cluster.devices import take_devices
 from tfdist.cluster.ending import end_together
-from tfdist.cluster.ports import hold_port, own_address, past_proxies
+from tfdist.cluster.identity import TfConfig
+from tfdist.cluster.ports import hold_port, meet, past_proxies, require_reachable
 from tfdist.cluster.variables import agree_on_variable, variable_path
-from tfdist.errors import EnvironmentProblem
+from tfdist.errors import EnvironmentProblem, UsageError
+from tfdist.strategies.creating import creating
 from tfdist.strategies.table import Place
 
 __all__ = ["MultiWorkerMirrored", "open_multi_worker"]
@@ -30,9 +32,17 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
     takes neither. With a channel, all processes also compare each new variable before it is made.
     """
 
-    def __init__(self, cluster_resolver: _Resolver | None = None, channel: Channel | None = None) -> None:
+    def __init__(
+        self,
+        cluster_resolver: _Resolver | None = None,
+        channel: Channel | None = None,
+        *,
+        collectives: Literal["auto", "ring", "nccl"] = "auto",
+    ) -> None:
         self._channel: Channel = channel or Alone()
-        super().__init__(cluster_resolver=cluster_resolver)
+        implementation = tf.distribute.experimental.CommunicationImplementation[collectives.upper()]
+        options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+        super().__init__(cluster_resolver=cluster_resolver, communication_options=options)
         if self.cluster_resolver.task_id is None:  # one process; programs ask for its number
             self.cluster_resolver.task_id = 0
         if self.num_replicas_in_sync > 1:
@@ -68,7 +78,7 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
             act_as_one()
         if self._channel.size == 1 or tf.distribute.has_strategy():
             return super().scope()
-        return _ComparingScope(super().scope(), self._create_same_variable)
+        return creating(super().scope(), self._create_same_variable)
 
     def _create_same_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         value = kwargs.get("initial_value")
@@ -87,55 +97,55 @@ class MultiWorkerMirrored(tf.distribute.MultiWorkerMirroredStrategy):
         return next_creator(**kwargs)
 
 
-class _ComparingScope(contextlib.AbstractContextManager[tf.distribute.Strategy]):
-    """A strategy's scope with a variable creator inside. Like TensorFlow's scopes, it can be entered again."""
-
-    def __init__(self, scope: Any, creator: Callable[..., Any]) -> None:
-        self._scope = scope
-        self._creator = creator
-        self._entered: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> tf.distribute.Strategy:
-        with contextlib.ExitStack() as stack:
-            inside = tf.distribute.has_strategy()
-            strategy = stack.enter_context(self._scope)
-            if not inside:
-                stack.enter_context(tf.variable_creator_scope(self._creator))
-            self._entered.append(stack.pop_all())
-        return strategy
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-
 def open_multi_worker(place: Place) -> MultiWorkerMirrored:
-    """Open the strategy on every process: from `TF_CONFIG` where it is set, else on ports that MPI ranks exchange.
+    """Open the strategy on every process: from `TF_CONFIG` where it is set, else on ports that the ranks exchange.
 
     Raises:
-        EnvironmentProblem: TensorFlow has already run in this process, or there are more ranks than GPUs.
+        EnvironmentProblem: TensorFlow has already run in this process, there are more replicas than GPUs, or a process
+            cannot be reached.
     """
-    identity, channel = place.identity, place.channel
-    device = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-    if identity.launcher == "mpi" or identity.local_size > 1:
-        device = take_device(identity, channel).partition(":")[0]
+    identity, channel, options = place.identity, place.channel, place.options
+    devices = take_devices(identity, channel, place.replicas, grow=options.gpu_memory == "grow")
+    gpus = len(devices) if devices[0].startswith("GPU") else 0
+    if options.collectives == "nccl" and not gpus:
+        raise UsageError("collectives='nccl' works on GPUs, and TensorFlow sees none here. Use ring or auto.")
     if _has_run():
         raise _too_late()
     with contextlib.ExitStack() as until_open:
         resolver = None
-        if identity.tf_config is None and identity.size > 1:
-            held = until_open.enter_context(hold_port())
-            resolver = _resolver(channel, held.getsockname()[1], device)
-        addresses = identity.tf_config.workers if identity.tf_config else _addresses(resolver)
-        past_proxies(addresses)
+        if identity.size > 1 or identity.tf_config is not None:
+            if identity.tf_config is None:
+                held = until_open.enter_context(hold_port())
+                addresses = meet(channel, "opening multi_worker_mirrored", held.getsockname()[1])
+                spec, kind, index = {"worker": addresses}, "worker", channel.rank
+            else:
+                spec, kind, index = _of_tf_config(identity.tf_config)
+                addresses = list(identity.tf_config.workers)
+            past_proxies(addresses)
+            require_reachable(channel, addresses)
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec(spec),
+                task_type=kind,
+                task_id=index,
+                rpc_layer="grpc",
+                num_accelerators={"GPU": gpus} if gpus else {},
+            )
+        until_open.enter_context(private_tf.local_cpu_devices(len(devices) if not gpus else 1))
         try:
-            strategy = MultiWorkerMirrored(resolver, channel)
+            strategy = MultiWorkerMirrored(resolver, channel, collectives=options.collectives)
         except RuntimeError as error:
             if "program startup" in str(error):
                 raise _too_late() from None
             raise
-    if isinstance(channel, MpiChannel):
-        end_together(channel)
+    end_together(channel)
     return strategy
+
+
+def _of_tf_config(config: TfConfig) -> tuple[dict[str, list[str]], str, int]:
+    """The cluster, and this process's role and number in it."""
+    chiefs = int(config.has_chief)
+    spec = {"chief": list(config.workers[:chiefs]), "worker": list(config.workers[chiefs:])}
+    return {role: members for role, members in spec.items() if members}, config.task_type, config.task_index
 
 
 def _has_run() -> bool:
@@ -154,20 +164,3 @@ def _too_late() -> EnvironmentProblem:
         "backend='multi_worker_mirrored' must be opened before any other TensorFlow operation of this process. Create "
         "the Trainer (or the strategy) first, and build tensors and datasets afterwards."
     )
-
-
-def _resolver(channel: Channel, port: int, device: str) -> _Resolver:
-    ranks = channel.exchange("opening multi_worker_mirrored", [socket.gethostname(), own_address(), port])
-    one_host = len({host for host, _, _ in ranks}) == 1
-    workers = [f"{'127.0.0.1' if one_host else address}:{port}" for _, address, port in ranks]
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": workers}),
-        task_type="worker",
-        task_id=channel.rank,
-        rpc_layer="grpc",
-        num_accelerators={"GPU": 1} if device == "GPU" else {},
-    )
-
-
-def _addresses(resolver: _Resolver | None) -> Sequence[str]:
-    return resolver.cluster_spec().job_tasks("worker") if resolver else ()

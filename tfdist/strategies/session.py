@@ -6,13 +6,14 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tfdist.cluster import runtime
 from tfdist.cluster.channel import Alone, Channel, open_mpi, together
 from tfdist.cluster.identity import Identity, identify
+from tfdist.cluster.tcp_channel import open_tcp
 from tfdist.errors import EnvironmentProblem
-from tfdist.strategies.table import BACKENDS, Place, check_backend, open_strategy, resolve
+from tfdist.strategies.table import BACKENDS, Options, Place, check_backend, check_options, open_strategy, resolve
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -36,6 +37,16 @@ class Session:
     def fixed_shapes(self) -> bool:
         """Whether a collective must have the same shapes in all steps of a compiled loop."""
         return BACKENDS[self.backend].fixed_shapes
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether steps run side by side on workers, each on its own, by `tf.distribute.coordinator`."""
+        return BACKENDS[self.backend].asynchronous
+
+    @property
+    def own_copies(self) -> bool:
+        """Whether each replica has a copy of every variable that may differ from the others'."""
+        return BACKENDS[self.backend].own_copies
 
     @property
     def is_chief(self) -> bool:
@@ -68,11 +79,21 @@ def process() -> tuple[Identity, Channel]:
     """
     identity = identify()
     runtime.prepare(identity)  # before MPI starts
-    return identity, open_mpi(identity) if identity.launcher == "mpi" else _alone
+    return identity, _channel(identity)
 
 
-def open_session(backend: str | None, replicas: int | None, intra_op_threads: int | None) -> Session:
+def _channel(identity: Identity) -> Channel:
+    if identity.launcher == "mpi":
+        return open_mpi(identity)
+    if identity.size == 1 or (identity.tf_config is not None and identity.tf_config.servers):
+        return _alone  # with parameter servers, processes come and go: nobody waits for all of them
+    return open_tcp(identity)
+
+
+def open_session(backend: str | None, options: Options) -> Session:
     """Open a backend on every process. The same backend a second time gives the same session.
+
+    A process that only serves others, as a parameter server does, does so here, and ends when the job is over.
 
     Raises:
         UsageError: the settings do not go together, or with the launcher.
@@ -80,43 +101,63 @@ def open_session(backend: str | None, replicas: int | None, intra_op_threads: in
     """
     identity, channel = process()
 
-    def work() -> Session:
+    def work() -> Session | Callable[[], None]:
         runtime.import_tensorflow()
         import tensorflow as tf
 
-        name, local = resolve(backend, replicas, identity, len(tf.config.list_physical_devices("GPU")))
-        threads = runtime.intra_op_threads(identity, local, intra_op_threads)
-        if (name, local) in _sessions:
-            _set_threads(threads, local)
-            return _sessions[name, local]
+        name, local = resolve(backend, options.replicas, identity, len(tf.config.list_physical_devices("GPU")))
+        check_options(name, options)
+        threads = runtime.intra_op_threads(identity, local, options.intra_op_threads)
         _set_threads(threads, local)
-        strategy = open_strategy(name, Place(identity, channel, local, threads))
-        adasum = strategy.extended.adasum if BACKENDS[name].adasum else None
-        session = Session(name, strategy, identity, channel, threads, adasum)
+        if (name, local) in _sessions:
+            return _sessions[name, local]
+        opened = open_strategy(name, Place(identity, channel, local, threads, options))
+        if callable(opened):
+            return opened
+        adasum = opened.extended.adasum if BACKENDS[name].adasum else None
+        # The workers of an asynchronous backend wait for orders, not for messages.
+        own = _alone if BACKENDS[name].asynchronous else channel
+        session = Session(name, opened, identity, own, threads, adasum)
         _sessions[name, local] = session
         return session
 
-    return together(channel, "opening the backend", work)
+    session = together(channel, "opening the backend", work)
+    if not isinstance(session, Session):
+        session()
+        raise SystemExit(0)
+    return session
 
 
 def strategy(
-    backend: str | None = None, *, replicas: int | None = None, intra_op_threads: int | None = None
+    backend: str | None = None,
+    *,
+    replicas: int | None = None,
+    intra_op_threads: int | None = None,
+    parameter_servers: int | None = None,
+    collectives: Literal["auto", "ring", "nccl"] = "auto",
+    gpu_memory: Literal["grow", "all"] = "grow",
 ) -> tf.distribute.Strategy:
     """A backend's strategy for a program of your own, opened as the trainer opens it.
 
-    Call it on every process, before any other TensorFlow operation.
+    Call it on every process, before any other TensorFlow operation. With parameter_server it returns on the chief
+    alone; workers and servers serve, and end with the job.
 
     Args:
-        backend: horovod, multi_worker_mirrored, mirrored or one_device; None chooses as `Settings.backend` does.
-        replicas: devices of a single-process backend.
+        backend: horovod, multi_worker_mirrored, parameter_server, mirrored, central_storage or one_device; None
+            chooses as `Settings.backend` does.
+        replicas: devices of a process, where the backend has several.
         intra_op_threads: threads of one TensorFlow operation; None: by the rule of all backends.
+        parameter_servers: how many of the processes hold variables; None: 1.
+        collectives: of multi_worker_mirrored.
+        gpu_memory: whether TensorFlow takes a GPU's memory as it needs it (`grow`), or `all` of it at once.
 
     Raises:
         UsageError: there is no such backend, or the settings do not go together.
         EnvironmentProblem: something that the backend needs is missing.
     """
     check_backend(backend)
-    return open_session(backend, replicas, intra_op_threads).strategy
+    options = Options(replicas, intra_op_threads, parameter_servers, collectives, gpu_memory)
+    return open_session(backend, options).strategy
 
 
 def _set_threads(intra_op: int, local_replicas: int) -> None:

@@ -74,12 +74,13 @@ class Trainer:
         self._actions = tuple(actions)
         self.settings = Settings.of(**settings)
         given = self.settings
-        self.session: Session = open_session(given.backend, given.replicas, given.intra_op_threads)
+        self.session: Session = open_session(given.backend, given.options)
         self.global_batch_size = _whole("global_batch_size", given.global_batch_size, task.global_batch_size)
         self.learning_rate = learning_rate(task.learning_rate if given.learning_rate is None else given.learning_rate)
         self._course: Course | None = None
         self._splits: dict[str, Examples] = {}
         self._evaluations: dict[str, tuple[EvaluationLoop, Any]] = {}
+        given.check_for(self.session.backend)
         together(self.session.channel, "building the model", self._build)
         require_same(
             self.session.channel,
@@ -156,11 +157,6 @@ class Trainer:
             self.model = build_model(self.task, self.settings)
             self.optimizers = build_optimizers(self.task, self.model, self.learning_rate, self.settings)
             self.averages = None if self.settings.ema is None else Averages(self.model, self.settings.ema)
-        if self.settings.reduction == "adasum" and self.session.adasum is None:
-            raise UsageError(
-                f"reduction='adasum' is Horovod's, and backend={self.session.backend!r} does not have it. Use "
-                "backend='horovod' under mpirun, or leave it out."
-            )
 
     def use_averages(self) -> None:
         """Put the averages of the weights (`ema`) in the place of the weights, to save or use the model with them.

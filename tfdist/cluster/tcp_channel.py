@@ -1,0 +1,269 @@
+"""The channel of processes that no MPI connects: each holds one connection to rank 0, which passes messages on.
+
+Used where TF_CONFIG or SLURM tells the processes of each other. Rank 0 listens at an address that all know only until
+all have come, so that TensorFlow's server can have the port afterwards; a message is a length and JSON, never a pickle,
+and a connection that does not bring the job's own tag within seconds is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.cluster.channel import Failure, agreed
+from tfdist.cluster.identity import Identity
+from tfdist.errors import EnvironmentProblem
+
+__all__ = ["START_SECONDS", "TcpChannel", "open_tcp"]
+
+START_SECONDS = "TFDIST_START_SECONDS"
+"""Variable of the environment: how long the processes of a job wait for each other when it starts."""
+
+_GREETING_BYTES = 4096
+_MESSAGE_BYTES = 1 << 28
+_GREETING_SECONDS = 2.0
+
+# Below the ports that Linux gives to outgoing connections, above those of known services.
+_LOWEST_PORT, _PORTS, _TRIED_PORTS = 15000, 16000, 8
+
+Address = tuple[str, int]
+
+
+class TcpChannel:
+    """All processes of the job make one, alike; it returns when all have come."""
+
+    def __init__(self, rank: int, size: int, meeting: Sequence[Address], tag: str, names: Sequence[str] = ()) -> None:
+        """Meet.
+
+        Args:
+            meeting: addresses at which rank 0 may be found; it takes the first one that is free.
+            tag: what only the processes of this job know, or at least no other job on these hosts has.
+            names: what ranks are called in messages.
+
+        Raises:
+            EnvironmentProblem: some have not come in time; names them.
+        """
+        self.rank = rank
+        self.size = size
+        self._names = list(names) or [f"rank {r}" for r in range(size)]
+        self._deadline = time.monotonic() + _start_seconds()
+        self._peers = self._receive_all(meeting, tag) if rank == 0 else [self._find(meeting, tag)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TcpChannel:
+        return self  # programs copy objects that hold a strategy; there is one group of processes
+
+    def exchange(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
+        """See `Channel`. Raises EnvironmentProblem where another process has gone."""
+        mine = [label, value, failure]
+        if self.rank == 0:
+            everything = [mine, *(self._receive(peer, r) for r, peer in enumerate(self._peers, start=1))]
+            text = json.dumps(everything).encode()
+            everything = json.loads(text)  # what the others get: lists for tuples
+            for r, peer in enumerate(self._peers, start=1):
+                with self._naming(r, label):
+                    _send(peer, text)
+        else:
+            with self._naming(0, label):
+                _send(self._peers[0], json.dumps(mine).encode())
+            everything = self._receive(self._peers[0], 0)
+        return agreed(everything)
+
+    def arrive(self) -> Callable[[], bool]:
+        """See `Channel`."""
+
+        def meet() -> None:
+            with contextlib.suppress(Exception):  # one has gone, or is elsewhere: nobody to wait for
+                self.exchange("the end of the job", None)
+
+        meeting = threading.Thread(target=meet, daemon=True)
+        meeting.start()
+        return lambda: not meeting.is_alive()
+
+    def abort(self, code: int) -> None:
+        """End this process at once; the others find their connection to it closed, and the launcher ends them."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _receive_all(self, meeting: Sequence[Address], tag: str) -> list[socket.socket]:
+        peers: dict[int, socket.socket] = {}
+        with _listen(meeting, self.size) as listener:
+            while len(peers) < self.size - 1:
+                listener.settimeout(max(0.01, self._deadline - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = [name for r, name in enumerate(self._names) if r and r not in peers]
+                    raise EnvironmentProblem(
+                        f"{', '.join(missing)} did not come within {_start_seconds():g} s. Look at the output of that "
+                        f"process, and whether its host reaches this one; {START_SECONDS} sets how long to wait."
+                    ) from None
+                rank = _greeted(connection, tag, self.size)
+                if rank is None or rank in peers:
+                    connection.close()
+                else:
+                    peers[rank] = connection
+        return [peers[r] for r in range(1, self.size)]
+
+    def _find(self, meeting: Sequence[Address], tag: str) -> socket.socket:
+        reasons: dict[str, str] = {}
+        while time.monotonic() < self._deadline:
+            for address in meeting:
+                try:
+                    return _greet(address, tag, self.rank)
+                except (OSError, ValueError) as error:
+                    reasons[f"{address[0]}:{address[1]}"] = str(error)
+            time.sleep(0.1)
+        places = ", ".join(f"{place} ({reason})" for place, reason in list(reasons.items())[:3])
+        raise EnvironmentProblem(
+            f"{self._names[0]} could not be reached within {_start_seconds():g} s at {places}. Look at its output, and "
+            f"whether this host reaches that one; {START_SECONDS} sets how long to wait."
+        )
+
+    def _receive(self, peer: socket.socket, rank: int) -> Any:
+        with self._naming(rank, "a message"):
+            return _receive(peer, _MESSAGE_BYTES)
+
+    @contextlib.contextmanager
+    def _naming(self, rank: int, what: str) -> Any:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise EnvironmentProblem(
+                f"{self._names[rank]} has gone ({what}: {error or type(error).__name__}). Its own output tells why."
+            ) from None
+
+
+@functools.cache
+def open_tcp(identity: Identity) -> TcpChannel:
+    """The channel of a job that TF_CONFIG or SLURM describes; one per process.
+
+    Under TF_CONFIG all meet at the first process's own port, before TensorFlow listens there. SLURM gives no ports:
+    there they meet at one of several that follow from the numbers of job and step.
+
+    Raises:
+        EnvironmentProblem: not all have come in time.
+    """
+    if identity.tf_config is not None:
+        members = identity.tf_config.members
+        tag = hashlib.sha256(json.dumps(members).encode()).hexdigest()
+        names = [f"rank {r} ({address})" for r, address in enumerate(members)]
+        return TcpChannel(identity.rank, identity.size, [_address(members[0])], tag, names)
+    step = identity.slurm
+    assert step is not None
+    tag = f"{step.job} of user {os.getuid()}"
+    host = "127.0.0.1" if identity.local_size == identity.size else step.first_host
+    start = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:4])
+    meeting = [(host, _LOWEST_PORT + (start + 7919 * i) % _PORTS) for i in range(_TRIED_PORTS)]
+    return TcpChannel(identity.rank, identity.size, meeting, tag)
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _start_seconds() -> float:
+    text = os.environ.get(START_SECONDS, "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e6:
+        raise EnvironmentProblem(f"{START_SECONDS}={text!r} must be a number of seconds above 0.")
+    return seconds
+
+
+def _listen(meeting: Sequence[Address], size: int) -> socket.socket:
+    """At the first of the ports that is free; on loopback only, where the job has this one host."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    reason: OSError | None = None
+    for host, port in meeting:
+        local = host in ("127.0.0.1", "localhost")
+        listener = socket.socket(socket.AF_INET if local else family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if "TF_GRPC_REUSE_PORT" in os.environ:  # beside a launcher's socket that holds the port for us
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind(("127.0.0.1" if local else "", port))
+            listener.listen(size + 16)
+            return listener
+        except OSError as error:
+            listener.close()
+            reason = error
+    ports = ", ".join(str(port) for _, port in meeting)
+    raise EnvironmentProblem(f"this host has no free port among {ports} ({reason}). End what listens there.")
+
+
+def _greet(address: Address, tag: str, rank: int) -> socket.socket:
+    """Connect to rank 0. Raises OSError or ValueError where it is not there, or someone else is."""
+    connection = socket.create_connection(address, timeout=_GREETING_SECONDS)
+    try:
+        _send(connection, json.dumps({"tfdist": tag, "rank": rank}).encode())
+        if _receive(connection, _GREETING_BYTES) != {"tfdist": tag}:
+            raise ValueError("another program answers there")
+        _settle(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _greeted(connection: socket.socket, tag: str, size: int) -> int | None:
+    """The rank of a process of this job that has connected; None for anything else."""
+    try:
+        connection.settimeout(_GREETING_SECONDS)
+        greeting = _receive(connection, _GREETING_BYTES)
+        rank = greeting["rank"] if isinstance(greeting, dict) and greeting.get("tfdist") == tag else None
+        if not isinstance(rank, int) or not 0 < rank < size:
+            return None
+        _send(connection, json.dumps({"tfdist": tag}).encode())
+        _settle(connection)
+        return rank
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _settle(connection: socket.socket) -> None:
+    """For the time of the job: no time limit, but a host that has vanished is noticed."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _send(connection: socket.socket, text: bytes) -> None:
+    connection.sendall(struct.pack(">Q", len(text)) + text)
+
+
+def _receive(connection: socket.socket, most: int) -> Any:
+    """One message. Raises OSError or ValueError where none comes, or one that is too long or no JSON."""
+    (length,) = struct.unpack(">Q", _exactly(connection, 8))
+    if length > most:
+        raise ValueError(f"a message of {length} bytes")
+    return json.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    parts = []
+    while length:
+        part = connection.recv(min(length, 1 << 20))
+        if not part:
+            raise ConnectionError("the connection is closed")
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
