@@ -212,6 +212,14 @@ def test_what_a_process_has_started_ends_with_it(job: Any) -> None:
     assert time.monotonic() - start < 15
 
 
+def test_what_has_left_its_group_ends_with_the_job(job: Any) -> None:
+    body = """\
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+note("child.pid", child.pid)
+"""
+    assert job(body, processes=1).ended(20)[0] == 0
+
+
 def agents(job: Job) -> list[int]:
     """The numbers of the agents that a launcher has started."""
     parents = [

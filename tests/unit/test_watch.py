@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.cluster.hosts import Host
 from tfdist.cluster.launch import members
-from tfdist.cluster.watch import LEAVE_SECONDS, Outcome, Watch, exit_code, how
+from tfdist.cluster.watch import CHIEF_SECONDS, LEAVE_SECONDS, Outcome, Watch, exit_code, how
 
 
 def watch(processes: int, servers: int = 0, restarts: int = 3) -> tuple[Watch, list[str]]:
@@ -57,9 +57,9 @@ def test_all_leave_with_the_chief() -> None:
 def test_who_is_needed_must_not_leave_long_before_the_chief(rank: int, name: str) -> None:
     job, _ = watch(3, servers=1)
     job.ended(rank, 0, now=5)
-    job.tick(5 + LEAVE_SECONDS - 0.1)
+    job.tick(5 + CHIEF_SECONDS - 0.1)
     assert job.outcome is None
-    job.tick(5 + LEAVE_SECONDS)
+    job.tick(5 + CHIEF_SECONDS)
     assert job.outcome is not None and job.outcome.code == 1
     assert job.outcome.message is not None and name in job.outcome.message and "still needs it" in job.outcome.message
 

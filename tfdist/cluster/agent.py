@@ -26,7 +26,7 @@ import sys
 import time
 from typing import IO, Any
 
-from tfdist.cluster.children import Child
+from tfdist.cluster.children import Child, adopt_orphans, end_orphans
 from tfdist.cluster.ports import hold_port
 
 __all__ = ["Agent", "main"]
@@ -207,7 +207,9 @@ def main() -> None:
     # What a process or a library prints by mistake must not mix with the answers.
     answers = os.dup(1)
     os.dup2(2, 1)
+    adopt_orphans()
     Agent(0, answers, options.silence).serve(wake)
+    end_orphans()
     sys.exit(0)
 
 

@@ -126,7 +126,7 @@ class AgentLink:
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.close()
         try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -152,7 +152,7 @@ class AgentLink:
     def _take(self, answer: dict[str, Any]) -> None:
         match answer:
             case {"rank": rank, "stream": stream, "text": text}:
-                self._output.line(stream, self._names[rank], text.encode(errors="surrogateescape"))
+                self._output.line(stream, self._names.get(rank, f"rank {rank}"), text.encode(errors="surrogateescape"))
             case {"rank": rank, "ended": code}:
                 self._events.put(Event("ended", self.host.name, (rank, code)))
             case {"ports": ports}:

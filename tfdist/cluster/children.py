@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
-__all__ = ["LINE_BYTES", "Child"]
+__all__ = ["LINE_BYTES", "Child", "adopt_orphans", "end_orphans"]
 
 LINE_BYTES = 1 << 16
 """A longer line is passed on in pieces, each a line of its own, so that memory stays bounded."""
@@ -18,8 +19,30 @@ LINE_BYTES = 1 << 16
 _DRAIN_SECONDS = 1.0
 """How long the output of a process is read after its end: one of its own children may hold the pipe for ever."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, since little is safe between fork and exec
+
+
+def adopt_orphans() -> None:
+    """From now on, what the processes of this process leave behind becomes its own, whatever group it is in."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans() -> None:
+    """End all processes of this process. Call it when nothing else waits for any of them."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children")
+    # A process that is ended may leave others behind, which come next; not for ever, should one start new ones.
+    for _ in range(1000):
+        try:
+            left = own.read_text().split()
+        except OSError:
+            return
+        if not left:
+            return
+        for pid in map(int, left):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 class Child:

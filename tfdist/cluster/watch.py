@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 
 from tfdist.cluster.launch import Member
 
-__all__ = ["BACK_OFF_SECONDS", "LEAVE_SECONDS", "Outcome", "Watch", "exit_code", "how"]
+__all__ = ["BACK_OFF_SECONDS", "CHIEF_SECONDS", "LEAVE_SECONDS", "Outcome", "Watch", "exit_code", "how"]
 
-LEAVE_SECONDS = 10.0
-"""How long processes may take to leave by themselves once the chief has, and the chief once they have."""
+LEAVE_SECONDS = 5.0
+"""How long workers and servers may take to leave by themselves once the chief has."""
+
+CHIEF_SECONDS = 60.0
+"""How long the chief may take to leave once those that it needs have: it may have sent them away."""
 
 BACK_OFF_SECONDS = 1.0
 """Before the first new start of a worker; doubles with each further one, up to a minute."""
@@ -83,7 +86,7 @@ class Watch:
         """Ranks to start again now."""
         if self._chief_done_at is not None and now >= self._chief_done_at + LEAVE_SECONDS:
             self.outcome = self.outcome or Outcome(0)
-        if self._chief_done_at is None and self._left_early and now >= self._left_early[1] + LEAVE_SECONDS:
+        if self._chief_done_at is None and self._left_early and now >= self._left_early[1] + CHIEF_SECONDS:
             member, _ = self._left_early
             self._fail(member, 1, "it left with exit code 0 while the chief still needs it.")
         if self.outcome is not None:
