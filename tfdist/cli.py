@@ -1,4 +1,4 @@
-"""The command line: `tfdist train` and `tfdist check`. `python -m tfdist train` and `scripts/train.py` are the first.
+"""The command line: `tfdist train`, `launch` and `check`. `scripts/train.py` is the first of them.
 
 Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
 """
@@ -23,7 +23,7 @@ from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
-from tfdist.config import CheckCommand, Settings, TrainCommand
+from tfdist.config import CheckCommand, LaunchCommand, Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
 
 if TYPE_CHECKING:
@@ -42,12 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Under an MPI launcher one console shows all ranks; otherwise each process has its own.
         speaks = identity.is_chief or identity.launcher != "mpi"
         _answer_help(arguments, identity)
+        if arguments[:1] == ["launch"]:
+            return _launch(arguments, identity)
         from tfdist.strategies.session import process
 
         _, channel = process()
         command = together(channel, "reading the command line", lambda: _parse(arguments))
         if isinstance(command, CheckCommand):
             return _check(command, identity)
+        assert isinstance(command, TrainCommand)
         _train(command, identity)
     except KeyboardInterrupt:
         print("tfdist: interrupted", file=sys.stderr)
@@ -94,6 +97,25 @@ def _train(command: TrainCommand, identity: Identity) -> None:
         report.write(result, command.report)
 
 
+def _launch(arguments: Sequence[str], identity: Identity) -> int:
+    if identity.launcher != "alone":
+        raise UsageError("tfdist launch starts its own processes. Run it without mpirun or TF_CONFIG.")
+    from tfdist.launching import launch
+
+    own, theirs = _parted(arguments)
+    command = _parse(own)
+    train = _parse(["train", *theirs])
+    assert isinstance(command, LaunchCommand) and isinstance(train, TrainCommand)
+    return launch(command, train, theirs)
+
+
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before the first `--`, and those after it."""
+    words = list(arguments)
+    where = words.index("--") if "--" in words else len(words)
+    return words[:where], words[where + 1 :]
+
+
 def _check(command: CheckCommand, identity: Identity) -> int:
     if identity.launcher != "alone":
         raise UsageError("tfdist check starts its own processes. Run it without mpirun or TF_CONFIG.")
@@ -115,7 +137,7 @@ def _show(session: Session) -> None:
             print("  " + "  ".join(f"{name} {value}" for name, value in place.items()), flush=True)
 
 
-def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand:
+def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand | LaunchCommand:
     try:
         values = _parser().parse_args(list(arguments))
     except RuntimeError:  # of the parser, over a mapping where it expects none
@@ -129,7 +151,7 @@ def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand:
         raise UsageError("no command. Try: tfdist train --help")
     fields = {field.name for field in dataclasses.fields(_COMMANDS[name])}
     given: dict[str, Any] = {key: value for key, value in vars(values[name]).items() if key in fields}
-    command: TrainCommand | CheckCommand = _COMMANDS[name](
+    command: TrainCommand | CheckCommand | LaunchCommand = _COMMANDS[name](
         **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     )
     return command
@@ -143,6 +165,8 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
     unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", message)
     if unknown:
         flag = unknown.group(1)
+        if command == "launch" and flag.replace("-", "_") in typing.get_type_hints(TrainCommand):
+            return UsageError(f"--{flag} is a flag of tfdist train. Write it after --: tfdist launch … -- --{flag} …")
         near = closest(flag, [name.replace("_", "-") for name in fields])
         return UsageError(f"--{flag} is not a flag.{near} See: tfdist {command} --help")
     option = re.search(r"does not accept option '([\w.-]+)'", message)
@@ -182,7 +206,7 @@ _GROUPS = {
 }
 """In which the flags of `tfdist train` are shown."""
 
-_COMMANDS: dict[str, type[Any]] = {"train": TrainCommand, "check": CheckCommand}
+_COMMANDS: dict[str, type[Any]] = {"train": TrainCommand, "launch": LaunchCommand, "check": CheckCommand}
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -198,6 +222,12 @@ def _parser() -> jsonargparse.ArgumentParser:
     )
     train.add_argument("--config", action="config", help="Read settings from a YAML file; later flags win.")
     commands.add_subcommand("train", train, help="train a task on a backend")
+    launch = _command_parser(
+        LaunchCommand,
+        "Start tfdist train in several processes without MPI. Write the arguments of tfdist train after --, as in: "
+        "tfdist launch --processes 2 -- --backend multi_worker_mirrored --steps 20",
+    )
+    commands.add_subcommand("launch", launch, help="start tfdist train in several processes, without MPI")
     check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
     return parser
@@ -237,7 +267,9 @@ def _answer_help(arguments: Sequence[str], identity: Identity) -> None:
     if not any(a in ("-h", "--help", "--version") or a.startswith("--print_config") for a in arguments):
         return
     if identity.is_chief:
-        _parser().parse_args(list(arguments))
+        own, theirs = _parted(arguments)
+        asks_launch = own[:1] == ["launch"] and any(word in ("-h", "--help", "--version") for word in own)
+        _parser().parse_args(["train", *theirs] if own[:1] == ["launch"] and not asks_launch else own)
     raise SystemExit(0)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
-__all__ = ["CheckCommand", "Settings", "TrainCommand", "learning_rate"]
+__all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,6 +324,45 @@ class CheckCommand:
             check_backend(name)
         for count in self.replicas:
             _within("replicas", count, 1, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """The command line of `tfdist launch`, up to the `--` that parts it from the arguments of `tfdist train`."""
+
+    processes: int | None = None
+    """Processes to start on this machine."""
+    hosts: str | None = None
+    """Or on these hosts, as HOST or HOST:PROCESSES with commas between them. The others are reached through rsh, and
+    have this Python and this folder under the same paths."""
+    hostfile: Path | None = None
+    """Or on those that stand in this file, a line each: HOST, HOST:PROCESSES or HOST slots=PROCESSES."""
+    rsh: str = "ssh -o BatchMode=yes"
+    """Command that runs another command on another host; the host's name and the command follow it."""
+    worker_restarts: int = 3
+    """With parameter servers: how often workers that died are started again, in all."""
+    start_seconds: float = 60.0
+    """How long hosts may take to answer."""
+    dry_run: Literal["no", "plan", "kubernetes"] = "no"
+    """Start nothing, and print what would be started, or the same as a job for Kubeflow's operators."""
+    image: str = "tfdist:latest"
+    """Container image of the Kubernetes job. Python with tfdist must be in it, and for horovod also MPI and sshd."""
+    job_name: str = "tfdist"
+    """Name of the Kubernetes job."""
+
+    def __post_init__(self) -> None:
+        _within("processes", self.processes, 1, MOST_PROCESSES)
+        _within("worker_restarts", self.worker_restarts, 0, 2**31 - 1)
+        if not 0 < self.start_seconds < math.inf:
+            raise UsageError(f"start_seconds={self.start_seconds!r} must be a finite number above 0.")
+        if not self.rsh.split():
+            raise UsageError("rsh='' runs nothing. Write a command such as ssh, or leave it out.")
+        # Kubernetes takes names of DNS labels only, and appends to them what tells pods apart.
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.job_name):
+            raise UsageError(
+                f"job_name={self.job_name!r} is no name for a Kubernetes job. Use 1 to 40 small letters, digits and "
+                "hyphens, beginning with a letter."
+            )
 
 
 def learning_rate(value: Any) -> float:
