@@ -245,6 +245,12 @@ class Settings:
                 )
 
     @property
+    def chunk(self) -> int:
+        """Steps of a chunk: `steps_per_chunk`, or the next multiple of `sync_every`."""
+        every = self.sync_every or 1
+        return -(-self.steps_per_chunk // every) * every
+
+    @property
     def options(self) -> Options:
         """What the backend is opened with."""
         return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})

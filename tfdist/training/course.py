@@ -81,7 +81,7 @@ class Course:
         while self.step < self._plan.steps and self.stopped is None:
             due = self._next(per_evaluation, per_epoch if self._actions else 0)
             self._in_chunk = True
-            steps = min(self._settings.steps_per_chunk, due - self.step)
+            steps = min(self._settings.chunk, due - self.step)
             ahead = 0 if self._actions else due - self.step - steps  # an action may stop the run after any chunk
             chunk = self._loop.run(self._iterator, steps, self.step, ahead)
             self.chunks.append(chunk)

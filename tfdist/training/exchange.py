@@ -4,6 +4,7 @@ default       one collective for everything; the division comes after
 compression   first the tally, in float32; then the gradients, divided, in two bytes a number
 adasum        first the tally; then each replica's own mean gradients, combined by Adasum
 sparse        rows of tables are gathered besides
+sync_every    nothing: a replica keeps its own mean gradients (see local_sgd.py)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Exchange:
         self._by_weight = settings.loss_reduction == "weighted_mean"
         self._wire = None if settings.compression == "none" else tf.as_dtype(settings.compression)
         self._adasum = adasum if settings.reduction == "adasum" else None
+        self._alone = settings.sync_every is not None
 
     def __call__(
         self, gradients: Sequence[Gradient], state: list[tf.Tensor], own: tf.Tensor, part_of: Sequence[int]
@@ -48,6 +50,8 @@ class Exchange:
         Returns:
             The gradients of the mean loss, the sums of the state, and the sum of the tally.
         """
+        if self._alone:
+            return self._divided(gradients, own, part_of), state, own
         if self._adasum is None and self._wire is None:
             dense = [g for g in gradients if not is_sparse(g)]
             *sums, tally = sum_over_replicas([*dense, *state, own])

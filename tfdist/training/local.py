@@ -23,7 +23,10 @@ __all__ = ["LocalStep", "Sums", "TallyLayout"]
 
 @dataclasses.dataclass(frozen=True)
 class TallyLayout:
-    """Where the numbers of a step stand in the one vector that carries them: four for each part, then the common."""
+    """Where the numbers of a step stand in the one vector that carries them: four for each part, then the common.
+
+    Vectors of several steps may be stacked; axes before the last are kept.
+    """
 
     parts: int
 
@@ -34,15 +37,17 @@ class TallyLayout:
 
     def of_parts(self, tally: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Σ weight·loss, Σ weight, number of losses and weighted penalty; one entry for each part."""
-        return tuple(tf.unstack(tf.reshape(tally[: 4 * self.parts], [self.parts, 4]), axis=1))
+        numbers = tally[..., : 4 * self.parts]
+        shape = tf.concat([tf.shape(numbers)[:-1], [self.parts, 4]], 0)
+        return tuple(tf.unstack(tf.reshape(numbers, shape), num=4, axis=-1))
 
     def common(self, tally: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Rows, batches that had rows, and batches whose loss was not finite."""
-        return tuple(tf.unstack(tally[4 * self.parts : 4 * self.parts + 3]))
+        return tuple(tf.unstack(tally[..., 4 * self.parts : 4 * self.parts + 3], axis=-1))
 
     def faults(self, tally: tf.Tensor) -> tf.Tensor:
         """Counts of `FAULTS`."""
-        return tally[4 * self.parts + 3 :]
+        return tally[..., 4 * self.parts + 3 :]
 
 
 @dataclasses.dataclass

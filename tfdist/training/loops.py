@@ -42,6 +42,7 @@ class TrainingLoop:
         accumulate: int = 1,
         batches_per_epoch: int | None = None,
     ) -> None:
+        self._strategy = strategy
         self._step = step
         self._accumulate = accumulate
         self._batches_per_epoch = batches_per_epoch

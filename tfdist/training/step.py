@@ -56,18 +56,26 @@ class StepResult(NamedTuple):
     """How many replicas had a loss that was not finite, and the sum of their ids."""
     faults: tf.Tensor
     """Counts of `weighting.FAULTS` over all replicas."""
+    tally: tf.Tensor
+    """The sums that losses, rows, suspects and faults were told from (see `TrainingStep.told`)."""
+
+
+class Told(NamedTuple):
+    """What a tally tells, with the meanings of `StepResult`."""
+
+    losses: tf.Tensor
+    rows: tf.Tensor
+    suspects: tf.Tensor
+    faults: tf.Tensor
 
 
 class _Reduced(NamedTuple):
     gradients: list[Gradient]
     state: list[tf.Tensor]
-    losses: tf.Tensor
     penalty: tf.Tensor
-    rows: tf.Tensor
     finite: tf.Tensor
     has_weight: tf.Tensor
-    suspects: tf.Tensor
-    faults: tf.Tensor
+    tally: tf.Tensor
 
 
 class TrainingStep:
@@ -96,16 +104,16 @@ class TrainingStep:
         """
         self._strategy = strategy
         self._model = model
-        self._optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
-        self._settings = settings or Settings()
-        self._averages = averages
+        self.optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
+        self.settings = settings or Settings()
+        self.averages = averages
         most_rows = -(-global_batch_size // strategy.num_replicas_in_sync) if fixed_shapes else None
-        self._local = LocalStep(task, model, list(self._optimizers), self._settings, most_rows=most_rows)
-        self._exchange = Exchange(self._settings, self._local.layout, adasum, fixed_shapes=fixed_shapes)
+        self.local = LocalStep(task, model, list(self.optimizers), self.settings, most_rows=most_rows)
+        self._exchange = Exchange(self.settings, self.local.layout, adasum, fixed_shapes=fixed_shapes)
         self._accumulators: Accumulators | None = None
-        self.scale = LossScale(self._settings)
+        self.scale = LossScale(self.settings)
         # A sum over rows is as many times larger than a mean; a power of two changes no digit of a number.
-        batch = global_batch_size * self._settings.accumulate
+        batch = global_batch_size * self.settings.accumulate
         self._spread = 2.0 ** -math.ceil(math.log2(batch)) if self.scale.dynamic else 1.0
         with tf.init_scope(), tf.device("CPU:0"):
             self._batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="batches")
@@ -113,20 +121,20 @@ class TrainingStep:
     @property
     def parts(self) -> int:
         """How many optimizers there are."""
-        return len(self._optimizers)
+        return len(self.optimizers)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """What a run must keep to go on, beside the variables of model and optimizers."""
-        averages = [] if self._averages is None else self._averages.variables
+        averages = [] if self.averages is None else self.averages.variables
         return [self._batches, *self.scale.variables, *averages]
 
     def prepare(self, next_batch: Callable[[], Any]) -> None:
         """Make room for gradients that add up, if there is any accumulation; before the step is traced."""
-        if self._settings.accumulate > 1:
+        if self.settings.accumulate > 1:
             # What a step works on is known once it is traced, so it is traced once to be looked at.
             tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),))).get_concrete_function()
-            self._accumulators = Accumulators(self._strategy, self._local)
+            self._accumulators = Accumulators(self._strategy, self.local)
 
     def __call__(
         self, next_batch: Callable[[], Any], batches: Any = 1, *, place: tf.Tensor | None = None
@@ -138,7 +146,7 @@ class TrainingStep:
             batches: how many of them make this step; up to `accumulate`.
             place: a number that no other global batch has, int64; None: counted here.
         """
-        rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self._optimizers.values()])
+        rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self.optimizers.values()])
         factor = self.scale.value * self._spread if self.scale.dynamic else None
         if self._accumulators is None:
             place = self._next_place() if place is None else place * self._strategy.num_replicas_in_sync
@@ -147,26 +155,40 @@ class TrainingStep:
             reduced = self._reduce_several(next_batch, batches, factor)
         # The same on all replicas; gradients and state stay where they are.
         reduced = reduced._replace(**{name: self._first(getattr(reduced, name)) for name in _Reduced._fields[2:]})
-        finite, policy = reduced.finite, self._settings.nan_policy
+        finite, policy = reduced.finite, self.settings.nan_policy
         good_rate = tf.reduce_all(tf.math.is_finite(rates) & (rates >= 0))
         overflow = self.scale.overflowed(finite)
-        wrong = ~good_rate | tf.reduce_any(reduced.faults > 0)
+        told = self.told(reduced.tally)
+        wrong = ~good_rate | tf.reduce_any(told.faults > 0)
         halt = wrong | (~finite & ~overflow if policy == "stop" else tf.constant(False))
         skipped = ~halt & (overflow | (~finite if policy == "skip" else tf.constant(False)))
 
         self._update(reduced, ~halt & ~skipped)
         self.scale.update(finite, tf.reduce_any(reduced.has_weight))
         return StepResult(
-            losses=reduced.losses,
+            **told._asdict(),
             penalty=reduced.penalty,
             rates=rates,
-            rows=reduced.rows,
             finite=finite,
             skipped=skipped,
             halt=halt,
-            suspects=reduced.suspects,
-            faults=reduced.faults,
+            tally=reduced.tally,
         )
+
+    def told(self, tally: tf.Tensor) -> Told:
+        """What the sums of some replicas' tallies tell; shape `[…, numbers]`, with further axes before it kept."""
+        layout = self.local.layout
+        losses, _, _, _ = layout.of_parts(tally)
+        return Told(
+            losses=tf.math.divide_no_nan(losses, self._exchange.divisors(tally)),
+            rows=layout.common(tally)[0],
+            suspects=tally[..., -2:],
+            faults=layout.faults(tally[..., :-3]),
+        )
+
+    def divisors(self, tally: tf.Tensor) -> tf.Tensor:
+        """What the losses of each part are divided by: the weight of the examples, or their number."""
+        return self._exchange.divisors(tally)
 
     def _update(self, reduced: _Reduced, go: tf.Tensor) -> None:
         """Apply what has weight, in the order of the parts. Outside of a replica."""
@@ -174,7 +196,7 @@ class TrainingStep:
 
         def run(function: Callable[..., None], *args: Any) -> tf.Tensor:
             with contextlib.ExitStack() as stack:
-                for optimizer in self._optimizers.values():
+                for optimizer in self.optimizers.values():
                     stack.enter_context(without_second_reduction(optimizer))
                 self._strategy.run(function, args=args)
             return tf.constant(True)
@@ -189,7 +211,7 @@ class TrainingStep:
         for part in range(self.parts):
             step = functools.partial(self._apply_part, part)
             tf.cond(go & reduced.has_weight[part], functools.partial(run, step, reduced.gradients), nothing)
-        if self._averages is not None:
+        if self.averages is not None:
             tf.cond(go & any_weight, lambda: run(self._average), nothing)
 
     def _first(self, value: Any) -> Any:
@@ -204,7 +226,7 @@ class TrainingStep:
     def _sums(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None, state: list[tf.Tensor]) -> Sums:
         """Inside the replica step (traced)."""
         replica = _replica_id()
-        return self._local(batch, replica=replica, place=place + tf.cast(replica, tf.int64), factor=factor, state=state)
+        return self.local(batch, replica=replica, place=place + tf.cast(replica, tf.int64), factor=factor, state=state)
 
     def _look(self, batch: Any) -> tf.Tensor:
         factor = tf.constant(1.0) if self.scale.dynamic else None
@@ -227,23 +249,23 @@ class TrainingStep:
             self._strategy.run(add, args=(next_batch(), place))
             return (i + 1,)
 
-        self._strategy.run(lambda: accumulators.reset(self._local.start(_replica_id())))
+        self._strategy.run(lambda: accumulators.reset(self.local.start(_replica_id())))
         tf.while_loop(lambda i: i < batches, body, (tf.constant(0),))
         return self._strategy.run(lambda: self._over_replicas(accumulators.sums(), factor))
 
     def _over_replicas(self, sums: Sums, factor: tf.Tensor | None) -> _Reduced:
         """Inside the replica step (traced): the sums of all replicas, and what follows from them."""
-        layout, replica = self._local.layout, tf.cast(_replica_id(), tf.float32)
+        layout, replica = self.local.layout, tf.cast(_replica_id(), tf.float32)
         _, present, bad = layout.common(sums.tally)
         present, bad = tf.minimum(present, 1.0), tf.minimum(bad, 1.0)
         own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica])], 0)
         gradients, state, tally = self._exchange(
-            sums.gradients, contributions(self._local.updated, sums.state, present > 0), own, self._local.part_of
+            sums.gradients, contributions(self.local.updated, sums.state, present > 0), own, self.local.part_of
         )
 
         losses, weights, _, penalties = layout.of_parts(tally)
         divisors = self._exchange.divisors(tally)
-        present, suspects = tally[-3], tally[-2:]
+        present = tally[-3]
         if factor is not None:
             gradients = [_times(g, 1.0 / factor) for g in gradients]
         penalty, gradients = self._with_penalty(gradients)
@@ -253,19 +275,16 @@ class TrainingStep:
         finite = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in (losses, *values)]))
         return _Reduced(
             gradients=final,
-            state=combined(self._local.updated, sums.state, state, present),
-            losses=tf.math.divide_no_nan(losses, divisors),
+            state=combined(self.local.updated, sums.state, state, present),
             penalty=penalty + tf.reduce_sum(tf.math.divide_no_nan(penalties, divisors)),
-            rows=layout.common(tally)[0],
             finite=finite,
             has_weight=weights > 0,
-            suspects=suspects,
-            faults=layout.faults(tally[:-3]),
+            tally=tally,
         )
 
     def _with_penalty(self, gradients: list[Gradient]) -> tuple[tf.Tensor, list[Gradient]]:
         """The layers' regularizers, and the gradients with theirs, the same on every replica."""
-        regularized = [v for v in self._local.trained if v.regularizer is not None]
+        regularized = [v for v in self.local.trained if v.regularizer is not None]
         if not regularized:
             return tf.constant(0.0), gradients
         with tf.GradientTape() as tape:
@@ -273,16 +292,16 @@ class TrainingStep:
         extra = dict(zip(map(id, regularized), tape.gradient(penalty, regularized), strict=True))
         with_extra = [
             tf.convert_to_tensor(g) + tf.cast(extra[id(v)], g.dtype) if id(v) in extra else g
-            for v, g in zip(self._local.trained, gradients, strict=True)
+            for v, g in zip(self.local.trained, gradients, strict=True)
         ]
         return penalty, with_extra
 
     def _clipped(self, gradients: list[Gradient]) -> list[Gradient]:
         """Each part by itself."""
         result: list[Gradient] = []
-        for part in range(len(self._optimizers)):
-            own = [g for g, of in zip(gradients, self._local.part_of, strict=True) if of == part]
-            result += clipped(own, self._settings)
+        for part in range(len(self.optimizers)):
+            own = [g for g, of in zip(gradients, self.local.part_of, strict=True) if of == part]
+            result += clipped(own, self.settings)
         return result
 
     def _apply(self, gradients: list[Gradient], state: list[tf.Tensor]) -> None:
@@ -293,18 +312,18 @@ class TrainingStep:
         self._average()
 
     def _store(self, state: list[tf.Tensor]) -> None:
-        for variable, value in zip(self._local.updated, state, strict=True):
+        for variable, value in zip(self.local.updated, state, strict=True):
             variable.assign(value)
 
     def _apply_part(self, part: int, gradients: list[Gradient]) -> None:
-        own = [i for i, of in enumerate(self._local.part_of) if of == part]
-        optimizer = list(self._optimizers.values())[part]
-        optimizer.apply([gradients[i] for i in own], [self._local.trained[i] for i in own])
+        own = [i for i, of in enumerate(self.local.part_of) if of == part]
+        optimizer = list(self.optimizers.values())[part]
+        optimizer.apply([gradients[i] for i in own], [self.local.trained[i] for i in own])
 
     def _average(self) -> None:
-        if self._averages is not None:
-            updates = [tf.cast(optimizer.iterations, tf.int64) for optimizer in self._optimizers.values()]
-            self._averages.update(tf.reduce_max(tf.stack(updates)))
+        if self.averages is not None:
+            updates = [tf.cast(optimizer.iterations, tf.int64) for optimizer in self.optimizers.values()]
+            self.averages.update(tf.reduce_max(tf.stack(updates)))
 
 
 def _replica_id() -> tf.Tensor:

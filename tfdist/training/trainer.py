@@ -27,6 +27,7 @@ from tfdist.training.coordination import CoordinatedLoop, Snapshot
 from tfdist.training.course import Course
 from tfdist.training.data import Examples, load_examples
 from tfdist.training.learning_rate import schedule
+from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.report import Report
@@ -251,7 +252,7 @@ class Trainer:
             )
         else:
             self._iterator = train.training_batches(strategy, **order)
-            self._loop = TrainingLoop(
+            self._loop = (TrainingLoop if self.settings.sync_every is None else LocalSgdLoop)(
                 strategy, self._step, self._iterator, accumulate=accumulate, batches_per_epoch=batches_per_epoch
             )
         for split in self.task.evaluation_splits():
