@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tfdist.errors import TfdistError, UsageError
     from tfdist.strategies.session import strategy
     from tfdist.training.actions import Moment
+    from tfdist.training.partitioned import PartitionedEmbedding
     from tfdist.training.replica import Replica
     from tfdist.training.report import Report
     from tfdist.training.task import Task
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Moment",
+    "PartitionedEmbedding",
     "Replica",
     "Report",
     "Settings",
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Moment": "tfdist.training.actions",
+    "PartitionedEmbedding": "tfdist.training.partitioned",
     "Replica": "tfdist.training.replica",
     "Report": "tfdist.training.report",
     "Settings": "tfdist.config",
