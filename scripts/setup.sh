@@ -95,7 +95,7 @@ settings() {
 }
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
-packages_key() { digest .venv/tfdist-settings "${requirements[@]}" pyproject.toml scripts/setup.sh; }
+packages_key() { digest .venv/tfdist-settings "${requirements[@]}" pyproject.toml scripts/{setup,oversubscribe}.sh; }
 horovod_key() { echo "$(packages_key) $(digest hvd_backend/build*.py)"; }
 horovod_there() { compgen -G ".venv/lib/python3*/site-packages/horovod/tensorflow/mpi_lib*" >/dev/null; }
 horovod_done() { horovod_there && same .venv/tfdist-horovod "$(horovod_key)"; }

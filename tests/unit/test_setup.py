@@ -116,10 +116,10 @@ def oversubscribe(venv: Path) -> None:
 def test_oversubscription_is_allowed_once(tmp_path: Path) -> None:
     file = tmp_path / "etc" / "prte-mca-params.conf"
     file.parent.mkdir()
-    file.write_text("# theirs\n")
+    file.write_text("# theirs\nrmaps_default_mapping_policy = :oversubscribe\n")  # as older set-ups left it
     oversubscribe(tmp_path)
     oversubscribe(tmp_path)
-    assert file.read_text() == "# theirs\nrmaps_default_mapping_policy = :oversubscribe\n"
+    assert file.read_text() == "# theirs\nrmaps_default_mapping_policy = slot:oversubscribe\n"
 
 
 def test_no_requirement_names_an_index_or_a_path() -> None:
