@@ -17,7 +17,7 @@ help:  ## List these targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 	@echo
 	@echo 'Variables: PYTHON=python3.12, TFDIST_MPI=wheel|system, TFDIST_DEVICE=cpu|cuda, TFDIST_HOROVOD=yes|no,'
-	@echo '           TRAIN_ARGS="--epochs 2", PYTEST_ARGS="-k name"'
+	@echo '           TFDIST_TEST_TOOLS=yes|no, TRAIN_ARGS="--epochs 2", PYTEST_ARGS="-k name"'
 
 setup:  ## Make or update .venv: dependencies, MPI, Horovod (does nothing when nothing changed)
 	@bash scripts/setup.sh
@@ -27,6 +27,7 @@ train: setup  ## Train the digits model on four processes with Horovod
 	$(enter) mpirun -np 4 python scripts/train.py --backend horovod $(TRAIN_ARGS)
 
 test: setup  ## Run the tests
+	@bash scripts/test_tools.sh
 	$(root_note)
 	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

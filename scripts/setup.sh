@@ -95,7 +95,7 @@ settings() {
 }
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
-packages_key() { digest .venv/tfdist-settings "${requirements[@]}" pyproject.toml scripts/setup.sh; }
+packages_key() { digest .venv/tfdist-settings "${requirements[@]}" pyproject.toml scripts/{setup,openmpi_defaults}.sh; }
 horovod_key() { echo "$(packages_key) $(digest hvd_backend/build*.py)"; }
 horovod_there() { compgen -G ".venv/lib/python3*/site-packages/horovod/tensorflow/mpi_lib*" >/dev/null; }
 horovod_done() { horovod_there && same .venv/tfdist-horovod "$(horovod_key)"; }
@@ -155,7 +155,7 @@ if ! same .venv/tfdist-packages "$(packages_key)"; then
             "if it is the network, set pip's index or proxy, and repeat."
     python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable . ||
         fail "pip could not install tfdist itself (see above)."
-    bash scripts/oversubscribe.sh .venv
+    bash scripts/openmpi_defaults.sh .venv
     packages_key >.venv/tfdist-packages
 fi
 

@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,12 +36,12 @@ def run_mpi(
 ) -> Ended:
     """`mpirun -np ranks python script args`."""
     start = [mpirun(), "--oversubscribe", "-np", str(ranks)]
-    return _run([*start, *_python(script, args)], _environment(env), timeout)
+    return Job([*start, *python(script, args)], environment(env)).finish(timeout)
 
 
 def run_alone(script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
     """`python script args`, as a process that no launcher started."""
-    return _run(_python(script, args), _environment(env), timeout)
+    return Job(python(script, args), environment(env)).finish(timeout)
 
 
 def once_more_if_tensorflow_crashed(job: Callable[[], Ended]) -> Ended:
@@ -65,8 +67,8 @@ def run_tf_config(
     started = []
     for index in range(processes):
         config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        started.append(_start(_python(script, args), {**_environment(env), "TF_CONFIG": json.dumps(config)}))
-    return [_finish(process, timeout) for process in started]
+        started.append(Job(python(script, args), {**environment(env), "TF_CONFIG": json.dumps(config)}))
+    return [job.finish(timeout) for job in started]
 
 
 def mpirun() -> str:
@@ -85,13 +87,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def _python(script: str | Path, args: Sequence[object]) -> list[str]:
+def python(script: str | Path, args: Sequence[object]) -> list[str]:
+    """The command `python script args`, with this Python."""
     return [sys.executable, str(script), *(str(arg) for arg in args)]
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+def environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment of a new job: this process's own, without its place in a job, and `extra`."""
     # A test that is itself run by mpirun, or with TF_CONFIG, must not hand its own place on to the job.
-    foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE")
+    foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), env.get("PYTHONPATH")) if p)
     if os.getuid() == 0:
@@ -99,45 +103,49 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**env, **(extra or {})}
 
 
-def _run(command: Sequence[str], env: Mapping[str, str], timeout: float) -> Ended:
-    return _finish(_start(command, env), timeout)
+class Job:
+    """A running command. What it prints goes to a file, which no orphan can hold open as it could a pipe."""
 
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, so that all of it, and only it, can be ended
+        )
 
-def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a group of its own, so that all of it, and only it, can be ended
-    )
+    def finish(self, timeout: float) -> Ended:
+        """Wait for its end, or end it."""
+        try:
+            code, note = self._process.wait(timeout), ""
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGTERM)  # mpirun then ends its ranks, which are in groups of their own
+            code, note = 124, f"\nended by the test after {timeout} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+        finally:
+            if self._process.poll() is None:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+        with self._printed:
+            return Ended(code, self.printed() + note)
 
+    def wait_for(self, text: str, timeout: float) -> None:
+        """Wait until it has printed `text`; end it where it does not."""
+        deadline = time.monotonic() + timeout
+        while text not in self.printed():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} was not printed\n{self.finish(1).output[-6000:]}")
+            time.sleep(0.05)
 
-def _finish(process: subprocess.Popen[str], timeout: float) -> Ended:
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return Ended(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        return _end(process, timeout)
-    finally:
-        if process.poll() is None:
-            _signal(process, signal.SIGKILL)
-            process.wait()
+    def printed(self) -> str:
+        """What it has printed so far."""
+        size = os.fstat(self._printed.fileno()).st_size
+        return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
 
-
-def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
-    _signal(process, signal.SIGTERM)  # mpirun then ends its ranks, which are in groups of their own
-    try:
-        output, _ = process.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        _signal(process, signal.SIGKILL)
-        output, _ = process.communicate()
-    return Ended(124, f"{output}\nended by the test after {timeout} s")
-
-
-def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

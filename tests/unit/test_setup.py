@@ -109,17 +109,30 @@ def test_packages_that_cannot_be_fetched(tree: Path) -> None:
     assert not (tree / ".venv" / "tfdist-packages").exists()
 
 
-def oversubscribe(venv: Path) -> None:
-    subprocess.run(["bash", str(ROOT / "scripts" / "oversubscribe.sh"), str(venv)], check=True)
+def open_mpi_defaults(venv: Path) -> None:
+    subprocess.run(["bash", str(ROOT / "scripts" / "openmpi_defaults.sh"), str(venv)], check=True)
 
 
-def test_oversubscription_is_allowed_once(tmp_path: Path) -> None:
+def test_defaults_of_open_mpi_are_written_once(tmp_path: Path) -> None:
     file = tmp_path / "etc" / "prte-mca-params.conf"
     file.parent.mkdir()
-    file.write_text("# theirs\n")
-    oversubscribe(tmp_path)
-    oversubscribe(tmp_path)
-    assert file.read_text() == "# theirs\nrmaps_default_mapping_policy = :oversubscribe\n"
+    file.write_text("# theirs\nrmaps_default_mapping_policy = :oversubscribe\n")  # as older set-ups left it
+    open_mpi_defaults(tmp_path)
+    open_mpi_defaults(tmp_path)
+    assert file.read_text().splitlines() == [
+        "# theirs",
+        "rmaps_default_mapping_policy = slot:oversubscribe",
+        "oob_tcp_keepalive_time = 3",
+        "oob_tcp_keepalive_intvl = 2",
+        "oob_tcp_keepalive_probes = 3",
+    ]
+
+
+def test_tools_for_tests_can_be_left_out() -> None:
+    command = ["/bin/bash", str(ROOT / "scripts" / "test_tools.sh")]
+    environment = {"PATH": "/nowhere", "TFDIST_TEST_TOOLS": "no"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_no_requirement_names_an_index_or_a_path() -> None:
