@@ -69,7 +69,7 @@ class PartitionedEmbedding(keras.layers.Layer):
     def call(self, inputs: Any) -> tf.Tensor:
         """Rows of the table, shape `[*inputs.shape, output_dim]`."""
         ids = tf.cast(inputs, tf.int64)
-        rows = tf.nn.embedding_lookup([piece.value for piece in self.pieces], ids, partition_strategy="div")
+        rows = tf.nn.embedding_lookup([piece.value for piece in self.pieces], ids)  # the v2 function cuts as build does
         return tf.cast(rows, self.compute_dtype)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
