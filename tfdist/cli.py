@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     speaks = True
+    identity = Identity(launcher="alone")
     channel: Channel | None = None
     try:
         identity = identify()
-        # Under an MPI launcher one console shows all ranks; otherwise each process has its own.
-        speaks = identity.is_chief or identity.launcher != "mpi"
+        speaks = identity.is_chief or not identity.one_console
         _answer_help(arguments, identity)
         if arguments[:1] == ["launch"]:
             return _launch(arguments, identity)
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tfdist: interrupted", file=sys.stderr)
         return 130
     except TfdistError as error:
-        if speaks:
+        # Ranks of MPI and SLURM come to an error alike; others can fail alone.
+        if speaks or (identity.launcher == "tf_config" and not error.shared):
             print(f"tfdist: error: {error}", file=sys.stderr, flush=True)
         if error.shared and channel is not None:
             end_together(channel)(PATIENCE_SECONDS)  # the launcher ends all ranks as soon as one leaves with an error
@@ -129,12 +130,23 @@ def _check(command: CheckCommand, identity: Identity) -> int:
 
 
 def _show(session: Session) -> None:
-    """The resolved cluster, one line for each process, printed by the chief."""
-    places = session.channel.exchange("showing the cluster", session.place())
-    if session.is_chief:
-        print(f"backend {session.backend}, {session.strategy.num_replicas_in_sync} replica(s) in sync")
-        for place in places:
-            print("  " + "  ".join(f"{name} {value}" for name, value in place.items()), flush=True)
+    """The resolved cluster as a table, one row for each process, printed by the chief."""
+    places = session.places()
+    if not session.is_chief:
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    print(session.headline())
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in places[0]:
+        table.add_column(name, overflow="fold")
+    for place in places:
+        table.add_row(*map(str, place.values()))
+    width = runtime.terminal_width(session.identity)
+    Console(width=width or 140, force_terminal=width is not None).print(table)
+    sys.stdout.flush()
 
 
 def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand | LaunchCommand:

@@ -232,6 +232,11 @@ class Settings:
                 f"max_in_flight={self.max_in_flight} has no effect with backend={backend!r}. Leave it out, or use "
                 "backend='parameter_server'."
             )
+        if self.jit and kind.one_copy:
+            raise UsageError(
+                f"jit=True does not go together with backend={backend!r}: its variables are on another device than the "
+                "replicas, where compiled code does not reach them. Leave jit out."
+            )
         if kind.asynchronous:
             self._without(
                 f"backend={backend!r}",

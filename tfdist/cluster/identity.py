@@ -19,9 +19,12 @@ from typing import Literal
 
 from tfdist.errors import UsageError
 
-__all__ = ["Identity", "SlurmStep", "TfConfig", "identify"]
+__all__ = ["LAUNCHED", "Identity", "SlurmStep", "TfConfig", "identify"]
 
 Launcher = Literal["alone", "mpi", "tf_config", "slurm"]
+
+LAUNCHED = "TFDIST_LAUNCHED"
+"""Variable that `tfdist launch` sets for its processes, whose output it shows together."""
 
 # (rank, size, rank on this host, processes on this host)
 _MPI_VARIABLES = (
@@ -77,6 +80,8 @@ class Identity:
     local_size: int = 1
     tf_config: TfConfig | None = None
     slurm: SlurmStep | None = None
+    one_console: bool = False
+    """Whether what all processes print comes to one console."""
 
     @property
     def is_chief(self) -> bool:
@@ -103,6 +108,7 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
                 local_rank=_number(environ, local_rank if local_rank in environ else rank),
                 local_size=_number(environ, local_size if local_size in environ else size),
                 tf_config=tf_config,
+                one_console=True,
             )
             return _consistent(identity, "MPI")
     if tf_config is not None:
@@ -116,6 +122,7 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
             local_rank=here.index(tf_config.rank),
             local_size=len(here),
             tf_config=tf_config,
+            one_console=LAUNCHED in environ,
         )
         if slurm is not None and slurm.size != identity.size:
             raise UsageError(
@@ -158,6 +165,7 @@ def _read_slurm(environ: Mapping[str, str]) -> Identity | None:
             job=f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}",
             first_host=_first_host(nodes),
         ),
+        one_console=True,
     )
 
 

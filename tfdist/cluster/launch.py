@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster.hosts import Host
+from tfdist.cluster.identity import LAUNCHED
 from tfdist.errors import UsageError
 
 __all__ = ["Member", "ProcessSpec", "address_host", "members", "specs", "table"]
@@ -92,7 +93,7 @@ def specs(planned: Sequence[Member], addresses: Sequence[str] | None, argv: Sequ
 def _environment(cluster: Mapping[str, list[str]], member: Member) -> dict[str, str]:
     config = {"cluster": cluster, "task": {"type": member.role, "index": member.index}}
     # The agent holds the port; with this, TensorFlow's server binds it beside the agent.
-    return {"TF_CONFIG": json.dumps(config), "TF_GRPC_REUSE_PORT": "true"}
+    return {"TF_CONFIG": json.dumps(config), "TF_GRPC_REUSE_PORT": "true", LAUNCHED: "1"}
 
 
 def table(processes: Sequence[ProcessSpec]) -> str:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.errors import TfdistError
 from tfdist.evidence.tasks import Augmented, Drops, Line, Net, Noisy, Normalized, Pair, Table, Twins
+from tfdist.strategies.table import BACKENDS
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.report import Report
 from tfdist.training.task import Task
@@ -60,7 +61,8 @@ class Run:
 
     def fit(self, task: Task, **settings: Any) -> Outcome:
         """Train in the order of the data."""
-        local = {"replicas": self.replicas} if self.backend in ("mirrored", "central_storage") else {}
+        kind = BACKENDS[self.backend]
+        local = {"replicas": self.replicas} if kind.devices and not kind.processes else {}
         # One thread: equal bits need equal threads, and several replicas share the cores.
         common = {"backend": self.backend, "shuffle_buffer": 0, "intra_op_threads": 1, "quiet": True}
         trainer = Trainer(task, **{**common, **local, **settings})
@@ -86,8 +88,15 @@ class Case:
     right: Callable[[int], Value] | str
     """The right value by the number of replicas; or `one device` or `equal` (on all backends at that number)."""
     tolerance: float
-    applies: Callable[[str, int], bool]
+    only: Callable[[str, int], bool]
     """Whether there is something to check on a backend at a number of replicas."""
+    asynchronous: bool
+    """Whether it is about asynchronous backends, or about the others."""
+
+    def applies(self, backend: str, replicas: int) -> bool:
+        """Whether there is something to check on a backend at a number of replicas (workers, if asynchronous)."""
+        reference = self.right == "one device" and backend == "one_device"
+        return (reference or self.asynchronous == BACKENDS[backend].asynchronous) and self.only(backend, replicas)
 
 
 CASES: dict[str, Case] = {}
@@ -98,13 +107,14 @@ def case(
     right: Callable[[int], Value] | Value | str,
     tolerance: float = 1e-5,
     applies: Callable[[str, int], bool] = lambda backend, replicas: True,
+    asynchronous: bool = False,
 ) -> Callable[[Callable[[Run], Value]], Callable[[Run], Value]]:
     """Make a function a case; its name is the case's."""
 
     def add(run: Callable[[Run], Value]) -> Callable[[Run], Value]:
         name = run.__name__.replace("_", "-")
         fixed = (lambda _: list(right)) if isinstance(right, list) else right
-        CASES[name] = Case(name, says, run, fixed, tolerance, applies)
+        CASES[name] = Case(name, says, run, fixed, tolerance, applies, asynchronous)
         return run
 
     return add
@@ -505,12 +515,12 @@ def several_optimizers(run: Run) -> Value:
     return [*done.weights, *done.report.losses]
 
 
-@case("XLA: w after 5 rows in batches of 4", [1.68])
+@case("XLA: w after 5 rows in batches of 4", [1.68], applies=lambda backend, replicas: not BACKENDS[backend].one_copy)
 def jit_line(run: Run) -> Value:
     return [*run.fit(Line(targets=FIVE), jit=True).weights]
 
 
-@case("XLA: the losses of a net", "one device")
+@case("XLA: the losses of a net", "one device", applies=lambda backend, replicas: not BACKENDS[backend].one_copy)
 def jit_net(run: Run) -> Value:
     return [*run.fit(Net(), steps=4, jit=run.backend != "one_device").report.losses]
 
@@ -523,3 +533,55 @@ def jit_net(run: Run) -> Value:
 )
 def net(run: Run) -> Value:
     return [run.fit(Net(), steps=8).report.weights_sha256[:12]]
+
+
+def local_losses(replicas: int) -> Value:
+    """Targets 0, 2, 10 at w = 1; then each replica at its own w: 1 + 0.2·(its mean - 1)."""
+    second = {1: (1.6**2 + 0.4**2 + 8.4**2), 2: (1.0 + 1.0 + 7.2**2)}
+    return [2.08, (1 + 1 + 81) / 3, second.get(replicas, 0.8**2 + 0.8**2 + 7.2**2) / 3]
+
+
+@case(
+    "2 steps on each replica's own rows, then the mean weighted by rows: w (that of one device), and the losses",
+    local_losses,
+    applies=lambda backend, replicas: BACKENDS[backend].own_copies,
+)
+def local_steps(run: Run) -> Value:
+    done = run.fit(Line(targets=(0.0, 2.0, 10.0), global_batch_size=3), steps=2, sync_every=2)
+    return [*done.weights, *done.report.losses]
+
+
+@case(
+    "averaging after every step is synchronous training: w after 5 rows in batches of 4",
+    [1.68],
+    applies=lambda backend, replicas: BACKENDS[backend].own_copies,
+)
+def averaged_each_step(run: Run) -> Value:
+    return [*run.fit(Line(targets=FIVE), sync_every=1).weights]
+
+
+@case(
+    "asynchronous: 200 steps of 16 rows: steps, rows, updates, the optimizer's own count",
+    [200.0, 3200.0, 200.0, 200.0],
+    asynchronous=True,
+)
+def accounting(run: Run) -> Value:
+    done = run.fit(Net(), steps=200)
+    assert done.report.workers is not None
+    return [done.report.steps, done.report.examples_seen, done.report.workers["updates"], done.updates]
+
+
+@case(
+    "asynchronous: 3 epochs of 64 rows in batches of 24: rows, steps",
+    [192.0, 8.0],
+    asynchronous=True,
+)
+def whole_epochs(run: Run) -> Value:
+    done = run.fit(Net(), epochs=3, global_batch_size=24)
+    return [done.report.examples_seen, done.report.steps]
+
+
+@case("asynchronous: one step in flight: the losses of one device", "one device", asynchronous=True)
+def one_in_flight(run: Run) -> Value:
+    steps = {"max_in_flight": 1} if BACKENDS[run.backend].asynchronous else {}
+    return list(run.fit(Net(), steps=20, **steps).report.losses)

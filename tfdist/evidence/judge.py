@@ -35,14 +35,14 @@ class Verdict:
 
 
 def plan(backends: Sequence[str], replicas: Sequence[int], names: Sequence[str]) -> list[Job]:
-    """The jobs to start: the reference first, and one job for each number of processes."""
+    """The jobs to start: the reference first, and one job for each number of processes; none without a case."""
     counts = tuple(sorted(set(replicas)))
     jobs = [Job(REFERENCE, (1,), tuple(names))]
     for backend in backends:
         if backend != REFERENCE:
             starts = [(n,) for n in counts] if BACKENDS[backend].processes else [counts]
             jobs += [Job(backend, start, tuple(names)) for start in starts]
-    return jobs
+    return [job for job in jobs if any(CASES[name].applies(job.backend, n) for name in names for n in job.replicas)]
 
 
 def judge(results: Results, jobs: Sequence[Job]) -> list[Verdict]:

@@ -74,7 +74,9 @@ def run(
     if BACKENDS[job.backend].processes:
         start = mpirun()
         assert start is not None
-        command = [start, "--oversubscribe", "-np", str(job.replicas[0]), *command]
+        # Beside the workers of an asynchronous backend, a chief and a parameter server.
+        processes = job.replicas[0] + 2 * BACKENDS[job.backend].asynchronous
+        command = [start, "--map-by", "slot:oversubscribe", "-np", str(processes), *command]
     log = folder / f"{job.backend}-{job.replicas[0]}.log"
     deadline = time.monotonic() + timeout
     with log.open("wb") as output:
@@ -107,8 +109,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read(folder: Path, backend: str, count: int) -> list[dict[str, Any]]:
-    """What each process wrote (case to value or error), by rank."""
-    processes = count if BACKENDS[backend].processes else 1
+    """What each process that trains wrote (case to value or error), by rank; of an asynchronous backend the chief."""
+    processes = count if BACKENDS[backend].processes and not BACKENDS[backend].asynchronous else 1
     return [_read(folder, backend, count, rank) for rank in range(processes)]
 
 

@@ -46,6 +46,11 @@ class Cluster:
     role: str
     index: int
 
+    def role_of(self, rank: int) -> str:
+        """As in `worker 1`."""
+        role, index = _role(rank, len(self.servers))
+        return f"{role} {index}"
+
     @property
     def spec(self) -> tf.train.ClusterSpec:
         """As TensorFlow has it."""

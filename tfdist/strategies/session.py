@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from tfdist.cluster import runtime
@@ -39,33 +39,51 @@ class Session:
         return BACKENDS[self.backend].fixed_shapes
 
     @property
+    def one_copy(self) -> bool:
+        """Whether a variable has one value for all replicas, on a device that may not be theirs."""
+        return BACKENDS[self.backend].one_copy
+
+    @property
     def asynchronous(self) -> bool:
         """Whether steps run side by side on workers, each on its own, by `tf.distribute.coordinator`."""
         return BACKENDS[self.backend].asynchronous
-
-    @property
-    def own_copies(self) -> bool:
-        """Whether each replica has a copy of every variable that may differ from the others'."""
-        return BACKENDS[self.backend].own_copies
 
     @property
     def is_chief(self) -> bool:
         """Whether this process prints and writes files for the job."""
         return self.identity.is_chief
 
-    def place(self) -> dict[str, Any]:
-        """Where this process runs and what it uses, for people."""
+    def headline(self) -> str:
+        """What is open, in a line."""
+        count = self.strategy.num_replicas_in_sync
+        kind = "one step at a time on each worker" if self.asynchronous else f"{count} replica(s) in sync"
+        return f"backend {self.backend}, {kind}, started by {_STARTED_BY[self.identity.launcher]}"
+
+    def places(self) -> list[dict[str, Any]]:
+        """Where each process of the job runs and what it has, for people. Called on every process."""
+        if self.asynchronous:
+            cluster = self.strategy.cluster
+            addresses = (cluster.chief, *cluster.servers, *cluster.workers)
+            return [{"rank": rank, "role": cluster.role_of(rank), "address": a} for rank, a in enumerate(addresses)]
+        return self.channel.exchange("showing the cluster", self._place())
+
+    def _place(self) -> dict[str, Any]:
         identity = self.identity
         return {
             "rank": f"{identity.rank}/{identity.size}",
             "host": socket.gethostname(),
             "local rank": f"{identity.local_rank}/{identity.local_size}",
-            "launcher": identity.launcher,
             "cores": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "intra-op threads": self.intra_op_threads,
-            "devices": ",".join(self.strategy.extended.worker_devices),
+            "devices": ", ".join(d.rpartition("/")[2].removeprefix("device:") for d in self._devices()),
         }
 
+    def _devices(self) -> Sequence[str]:
+        devices: Sequence[str] = self.strategy.extended.worker_devices
+        return devices
+
+
+_STARTED_BY = {"alone": "nobody", "mpi": "MPI", "tf_config": "TF_CONFIG", "slurm": "srun"}
 
 _alone = Alone()
 _sessions: dict[tuple[str, int], Session] = {}

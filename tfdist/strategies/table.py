@@ -60,6 +60,8 @@ class Backend:
     """Whether its `strategy.extended` has `adasum`."""
     own_copies: bool = False
     """Whether each replica has a copy of every variable that may differ from the others'."""
+    one_copy: bool = False
+    """Whether a variable has one value for all replicas, on a device that may not be theirs."""
     fixed_shapes: bool = False
     """Whether a collective in a compiled loop must have the same shapes in every round (TensorFlow keeps the first)."""
 
@@ -70,9 +72,11 @@ BACKENDS = {
     "multi_worker_mirrored": Backend(
         f"{_HERE}.multi_worker:open_multi_worker", processes=True, devices=True, fixed_shapes=True
     ),
-    "parameter_server": Backend(f"{_HERE}.parameter_server:open_parameter_server", processes=True, asynchronous=True),
+    "parameter_server": Backend(
+        f"{_HERE}.parameter_server:open_parameter_server", processes=True, asynchronous=True, one_copy=True
+    ),
     "mirrored": Backend(f"{_HERE}.native:open_mirrored", processes=False, devices=True),
-    "central_storage": Backend(f"{_HERE}.native:open_central_storage", processes=False, devices=True),
+    "central_storage": Backend(f"{_HERE}.native:open_central_storage", processes=False, devices=True, one_copy=True),
     "one_device": Backend(f"{_HERE}.native:open_one_device", processes=False),
 }
 

@@ -53,8 +53,8 @@ class TrainingLoop:
         with tf.device("CPU:0"):
             self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
         # One concrete function: an argument that would need another trace is an error, not a slow step.
+        step.prepare(lambda: next(iterator))
         with strategy.scope():
-            step.prepare(lambda: next(iterator))
             start = tf.constant(0, tf.int64)
             self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1), start)
         refuse_stateful(

@@ -93,6 +93,7 @@ class TrainingStep:
         averages: Averages | None = None,
         adasum: Combine | None = None,
         fixed_shapes: bool = False,
+        one_copy: bool = False,
     ) -> None:
         """Make the step's own variables; nothing is traced yet.
 
@@ -101,7 +102,9 @@ class TrainingStep:
             averages: of the weights, to be updated with them.
             adasum: combines gradients of all replicas, where the settings ask for it.
             fixed_shapes: whether a collective must have the same shapes in every step.
+            one_copy: whether the strategy's variables have one value for all replicas.
         """
+        self._one_copy = one_copy
         self._strategy = strategy
         self._model = model
         self.optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
@@ -134,7 +137,7 @@ class TrainingStep:
         if self.settings.accumulate > 1:
             # What a step works on is known once it is traced, so it is traced once to be looked at.
             tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),))).get_concrete_function()
-            self._accumulators = Accumulators(self._strategy, self.local)
+            self._accumulators = Accumulators(self._strategy, self.local, one_copy=self._one_copy)
 
     def __call__(
         self, next_batch: Callable[[], Any], batches: Any = 1, *, place: tf.Tensor | None = None

@@ -235,6 +235,7 @@ class Trainer:
             averages=self.averages,
             adasum=self.session.adasum,
             fixed_shapes=self.session.fixed_shapes,
+            one_copy=self.session.one_copy,
         )
         order: dict[str, Any] = {
             "global_batch_size": self.global_batch_size,
