@@ -547,7 +547,7 @@ def local_losses(replicas: int) -> Value:
     applies=lambda backend, replicas: BACKENDS[backend].own_copies,
 )
 def local_steps(run: Run) -> Value:
-    done = run.fit(Line(targets=(0.0, 2.0, 10.0), global_batch_size=3), steps=2, sync_every=2)
+    done = run.fit(Line(targets=(0.0, 2.0, 10.0) * 2, global_batch_size=3), steps=2, sync_every=2)
     return [*done.weights, *done.report.losses]
 
 
