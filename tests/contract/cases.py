@@ -213,14 +213,38 @@ ONCE = (
 """Cases that two processes run on horovod alone: what they show comes after the reduction, or does not depend on it."""
 
 
+ONE_COPY = (
+    "uneven-rows",
+    "no-weight",
+    "accumulate-leftover",
+    "overflow",
+    "batch-norm-sync",
+    "batch-norm-accumulated",
+    "dropout-repeats",
+    "sparse-gradients",
+    "metrics",
+    "early-stopping",
+    "several-optimizers",
+    "net",
+)
+"""Cases of `tfdist check` that central_storage runs, in a process that mirrored has used before."""
+
+
 def checked(backend: str, count: int) -> list[str]:
     """The cases of `tfdist check` that are run here. All of them take some minutes: `tfdist check --replicas 1 2 4`."""
+    if backend == "central_storage":
+        return list(ONE_COPY)
+    if backend == "parameter_server":
+        return [name for name in CHECKED if CHECKED[name].asynchronous]
     if count > 2:
         return [name for name in CHECKED if name in (UNEVEN if count == 3 else FOUR)]
     return [name for name in CHECKED if backend != "multi_worker_mirrored" or name not in ONCE]
 
 
 def main(folder: Path, backend: str, replicas: list[int]) -> None:
+    if backend == "parameter_server":
+        run_cases(folder, backend, replicas, checked(backend, replicas[0]))
+        return
     for count in replicas or [identify().size]:
         run = Runner(backend, count)
         cases = dict(CASES if count <= 2 else FEW)
@@ -237,6 +261,8 @@ def main(folder: Path, backend: str, replicas: list[int]) -> None:
             print(f"[{RANK}] {backend} {count}: {name}", file=sys.stderr, flush=True)
             results[name] = case(run)
         (folder / f"{backend}-{count}-{RANK}.json").write_text(json.dumps(results))
+    if backend == "mirrored":
+        run_cases(folder, "central_storage", [2], checked("central_storage", 2))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ FOLDER = Path(tempfile.mkdtemp(prefix="tfdist-cases-"))
 
 ONE = [("one_device", 1)]
 TWO = [("mirrored", 2), ("horovod", 2), ("multi_worker_mirrored", 2)]
+CHECK_ALONE = [("central_storage", 2), ("parameter_server", 2)]
+"""Which run cases of `tfdist check` and no others."""
 MORE = [("mirrored", 3), ("mirrored", 4), ("horovod", 4), ("multi_worker_mirrored", 4)]
 
 Result = dict[str, Any]
@@ -38,6 +40,8 @@ def started(backend: str, count: int) -> str:
         # One process does all numbers of replicas: importing and warming up TensorFlow is what takes time.
         counts = (1,) if backend == "one_device" else (4, 3, 2)
         return once_more_if_tensorflow_crashed(lambda: run_alone(CASES, FOLDER, backend, *counts, timeout=580)).output
+    if backend == "parameter_server":  # beside the workers a chief and a server
+        return run_mpi(count + 2, CASES, FOLDER, backend, count, timeout=580).check().output
     return once_more_if_tensorflow_crashed(lambda: run_mpi(count, CASES, FOLDER, backend, timeout=580)).output
 
 
@@ -64,12 +68,14 @@ def reference(case: str) -> Any:
 def verdicts(backend: str, count: int) -> dict[str, Verdict]:
     """By case: what `tfdist check` would say. Cases without a right value are compared with one process."""
     places = dict.fromkeys([("one_device", 1), ("mirrored" if count > 1 else "one_device", count), (backend, count)])
-    found = {place: read(FOLDER, *place) for place in places if results(*place)}
+    if (backend, count) in CHECK_ALONE:
+        started("mirrored" if backend == "central_storage" else backend, count if backend == "parameter_server" else 0)
+    found = {place: read(FOLDER, *place) for place in places if place in CHECK_ALONE or results(*place)}
     jobs = [Job(name, (number,), tuple(CASES_OF_CHECK)) for name, number in places]
     return {v.case: v for v in judge(found, jobs) if (v.backend, v.replicas) == (backend, count)}
 
 
-@each(ONE, TWO, MORE)
+@each(ONE, TWO, MORE, CHECK_ALONE)
 @pytest.mark.parametrize("case", list(CASES_OF_CHECK))
 def test_the_cases_of_check(backend: str, count: int, case: str) -> None:
     if not CASES_OF_CHECK[case].applies(backend, count):
