@@ -117,6 +117,11 @@ class Job:
             start_new_session=True,  # a group of its own, so that all of it, and only it, can be ended
         )
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
     def finish(self, timeout: float) -> Ended:
         """Wait for its end, or end it."""
         try:

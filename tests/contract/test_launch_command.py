@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from pathlib import Path
 
-from tests.jobs import ROOT, run_alone, run_mpi
+import pytest
+
+from tests.jobs import ROOT, Job, environment, python, run_alone, run_mpi
 
 TRAIN = ROOT / "scripts" / "train.py"
+TOY = ROOT / "tests" / "toy.py"
 COMMON = ["--backend", "multi_worker_mirrored", "--steps", "4", "--quiet"]
 
 
@@ -18,3 +24,66 @@ def test_launch_trains_as_mpirun_does(tmp_path: Path) -> None:
     launched, by_mpi = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launch", "mpi"))
     for key in ("weights_sha256", "state_sha256", "losses", "processes", "backend", "intra_op_threads"):
         assert launched[key] == by_mpi[key], key
+
+
+def start_parameter_servers(report: Path, steps: int) -> Job:
+    flags = [
+        "--backend",
+        "parameter_server",
+        "--steps",
+        steps,
+        "--task",
+        f"{TOY}:ToyNet",
+        "--validate-every",
+        0,
+        "--report",
+        report,
+    ]
+    return Job(python("-m", ["tfdist", "launch", "--processes", "4", "--", *flags]), environment(None))
+
+
+def process_of(job: Job, role: str, index: int) -> int:
+    """The id of the launched process that has this role."""
+    listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    for pid in listed:
+        try:
+            variables = Path("/proc", str(pid), "environ").read_text().split("\0")
+            group = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        config = next((v.partition("=")[2] for v in variables if v.startswith("TF_CONFIG=")), "{}")
+        if json.loads(config).get("task") == {"type": role, "index": index} and descends(int(group[1]), job.pid):
+            return pid
+    raise AssertionError(f"no {role} {index} among {job.printed()[-3000:]}")
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    job = start_parameter_servers(tmp_path / "report.json", 800)
+    job.wait_for("/800  loss", timeout=100)
+    os.kill(process_of(job, "worker", 1), signal.SIGKILL)
+    ended = job.finish(timeout=100).check()
+    assert "worker 1 (rank 3, host localhost) failed: killed by SIGKILL. It is started again" in ended.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["steps"], report["examples_seen"]) == (800, 800 * 16)
+    assert 800 <= report["workers"]["updates"] <= 802  # a step that had been applied may have been done again
+
+
+@pytest.mark.timeout(200)
+def test_a_parameter_server_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    job = start_parameter_servers(tmp_path / "report.json", 100_000)
+    job.wait_for("/100000  loss", timeout=100)
+    os.kill(process_of(job, "ps", 0), signal.SIGKILL)
+    ended = job.finish(timeout=40)
+    assert ended.code == 137
+    last = [line for line in ended.output.splitlines() if line.startswith("tfdist: ")][-1]
+    assert re.search(r"ps 0 \(rank 1, host localhost\) failed first: killed by SIGKILL.*weights it held are lost", last)
+    assert not (tmp_path / "report.json").exists()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.netlab import lab
-from tests.jobs import ROOT, run_mpi
+from tests.hosts.netlab import AGENT, lab
+from tests.jobs import ROOT, python, run_alone, run_mpi
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
@@ -36,6 +36,19 @@ def test_hosts_give_the_same_bits_as_one_host(backend: str, count: int, tmp_path
     several = read(tmp_path / "hosts.json")
     assert several == read(tmp_path / "one.json")
     assert (several["processes"], several["backend"]) == (count, backend)
+
+
+def test_parameter_servers_on_hosts_give_the_numbers_of_one_device(tmp_path: Path) -> None:
+    """Started by `tfdist launch` on three hosts; one step in flight at a time."""
+    flags = ["--task", f"{TOY}:ToyNet", *STEPS, "--report"]
+    run_alone(TRAIN, "--backend", "one_device", *flags, tmp_path / "one.json").check()
+    servers = ["--backend", "parameter_server", "--max-in-flight", 1, *flags, tmp_path / "hosts.json"]
+    with lab(3) as hosts:
+        launch = ["-m", "tfdist", "launch", "--rsh", AGENT, "--hosts", ",".join(hosts.hosts), "--", *servers]
+        hosts.run("node0", python(launch[0], launch[1:])).check()
+    several, one = read(tmp_path / "hosts.json"), read(tmp_path / "one.json")
+    assert (several["weights_sha256"], several["losses"]) == (one["weights_sha256"], one["losses"])
+    assert several["processes"] == 3
 
 
 def test_ranks_fill_the_hosts_in_their_order(tmp_path: Path) -> None:
