@@ -1,4 +1,4 @@
-"""How processes agree outside of TensorFlow: alone, and with three ranks of MPI (`channel_program.py`)."""
+"""How processes agree outside of TensorFlow: alone, and with three ranks of each channel (`channel_program.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import run_alone, run_mpi
+from tests.jobs import run_alone, run_mpi, run_tf_config
 from tfdist.cluster.channel import Alone, require_same, together
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure
 
@@ -91,11 +91,15 @@ class TestAlone:
             together(Alone(), "work", lambda: sys.exit(0))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each scenario gave each rank."""
+@pytest.fixture(scope="module", params=["mpi", "tf_config"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each scenario gave each rank, over MPI and over TCP."""
     folder = tmp_path_factory.mktemp("channel")
-    run_mpi(3, PROGRAM, folder, timeout=60).check()
+    if request.param == "mpi":
+        run_mpi(3, PROGRAM, folder, timeout=60).check()
+    else:
+        for ended in run_tf_config(3, PROGRAM, folder, timeout=60):
+            ended.check()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
