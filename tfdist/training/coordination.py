@@ -103,10 +103,9 @@ class CoordinatedLoop:
             series.append(entry)
             self.updates_passed.append(passed)
             self._in_chunk += 1
-            chunk = columns(np.array(series), np.array(seconds), self._step.parts)
-            if chunk.halted:
+            if columns(entry[np.newaxis], np.zeros(1), self._step.parts).halted:
                 break
-        return chunk
+        return columns(np.array(series), np.array(seconds), self._step.parts)
 
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""
