@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.jobs import run_alone, run_mpi, run_tf_config
+from tfdist.cluster import channel
 from tfdist.cluster.channel import Alone, require_same, together
+from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure
 
 PROGRAM = Path(__file__).with_name("channel_program.py")
@@ -194,6 +197,33 @@ def test_without_mpi4py_the_way_out_is_told(tmp_path: Path) -> None:
     assert "EnvironmentProblem" in job.output
     assert "mpi4py cannot be used" in job.output
     assert "pip install 'tfdist[horovod]'" in job.output
+
+
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [
+        (
+            Identity("mpi", 1, 2),
+            "the launcher says rank 1 of 2 processes, but MPI says rank 0 of 1: mpirun and the MPI library of this "
+            "environment are not the same. Use the mpirun of the activated environment (source .venv/bin/activate), or "
+            "unset the launcher's variables to run alone.",
+        ),
+        (
+            Identity("slurm", 1, 2),
+            "srun started 2 processes, but MPI sees 1: SLURM's MPI plugin and the MPI library of this environment do "
+            "not fit together. Start the job with mpirun inside sbatch or salloc (mpirun -np N python …), or with srun "
+            "--mpi=pmix where `srun --mpi=list` shows a pmix that works.",
+        ),
+    ],
+    ids=["mpirun", "srun"],
+)
+def test_each_process_in_a_world_of_its_own_is_told(
+    identity: Identity, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MpiChannel", lambda: types.SimpleNamespace(rank=0, size=1))
+    with pytest.raises(EnvironmentProblem) as caught:
+        channel.open_mpi.__wrapped__(identity)
+    assert str(caught.value) == message
 
 
 def test_a_rank_that_leaves_ends_the_job(tmp_path: Path) -> None:

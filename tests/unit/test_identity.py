@@ -129,7 +129,7 @@ def test_a_tf_config_that_cannot_be_read(text: str, part: str) -> None:
     assert "unset it to train on this machine alone" in message
 
 
-@pytest.mark.parametrize("workers", ["a:1", [1, 2], [None], {"0": "a:1"}], ids=str)
+@pytest.mark.parametrize("workers", ["a:1", [1, 2], [None], {"0": "a:1"}, ["a"], ["a:"], ["a:x"], [":1"]], ids=str)
 def test_workers_that_are_no_list_of_addresses(workers: Any) -> None:
     assert refusal(tf_config({"worker": workers})).startswith("TF_CONFIG cannot be read")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import types
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,15 @@ def test_the_result_of_a_worker_is_waited_for_only_so_long():
     assert not wait_for(result, 0.0)
     result._set_error(ValueError("falling"))
     assert wait_for(result, 0.0)
+
+
+def test_tensorflow_does_not_warn_while_a_function_for_workers_is_traced():
+    from tfdist.private_tf import traced_for_workers
+
+    extended = types.SimpleNamespace(_allow_run_without_coordinator=False)
+    strategy = types.SimpleNamespace(extended=extended)
+    with traced_for_workers(strategy):
+        assert extended._allow_run_without_coordinator is True
+    with pytest.raises(ValueError, match="falling"), traced_for_workers(strategy):
+        raise ValueError("the sky is falling")
+    assert extended._allow_run_without_coordinator is False
