@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from tfdist.cluster.identity import Identity, SlurmStep, TfConfig, identify
+from tfdist.cluster.identity import LAUNCHED, Identity, SlurmStep, TfConfig, identify
 from tfdist.errors import UsageError
 
 
@@ -18,6 +19,10 @@ def open_mpi(rank: int, size: int, local_rank: int, local_size: int) -> dict[str
         "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
     }
+
+
+def mpi(rank: int, size: int, local_rank: int, local_size: int) -> Identity:
+    return Identity("mpi", rank, size, local_rank, local_size, one_console=True)
 
 
 def tf_config(cluster: Any, kind: Any = "worker", index: Any = 0) -> dict[str, str]:
@@ -39,23 +44,23 @@ def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.M
     for name, value in open_mpi(1, 3, 0, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert identify() == Identity("mpi", rank=1, size=3, local_rank=0, local_size=2)
+    assert identify() == mpi(rank=1, size=3, local_rank=0, local_size=2)
 
 
 def test_open_mpi() -> None:
     identity = identify(open_mpi(5, 8, 1, 4))
-    assert identity == Identity("mpi", rank=5, size=8, local_rank=1, local_size=4)
+    assert identity == mpi(rank=5, size=8, local_rank=1, local_size=4)
     assert not identity.is_chief
     assert identify(open_mpi(0, 8, 0, 4)).is_chief
 
 
 def test_mpich_and_others_with_pmi() -> None:
     everything = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    assert identify(everything) == Identity("mpi", rank=3, size=4, local_rank=1, local_size=2)
+    assert identify(everything) == mpi(rank=3, size=4, local_rank=1, local_size=2)
 
 
 def test_without_local_variables_all_ranks_are_taken_to_be_on_one_host() -> None:
-    assert identify({"PMI_RANK": "3", "PMI_SIZE": "4"}) == Identity("mpi", 3, 4, local_rank=3, local_size=4)
+    assert identify({"PMI_RANK": "3", "PMI_SIZE": "4"}) == mpi(3, 4, local_rank=3, local_size=4)
 
 
 def test_open_mpi_comes_before_pmi() -> None:
@@ -139,6 +144,12 @@ def test_a_role_that_nobody_knows() -> None:
         assert "the role 'evaluator'" in refusal(environ)
 
 
+def test_what_tfdist_launch_starts_has_one_console() -> None:
+    config = tf_config({"worker": ["a:1", "b:1"]})
+    assert not identify(config).one_console
+    assert identify(config | {LAUNCHED: "1"}) == dataclasses.replace(identify(config), one_console=True)
+
+
 ROLES = {"worker": ["a:3", "b:1"], "ps": ["a:2", "c:1"], "chief": ["a:1"]}
 
 
@@ -218,7 +229,8 @@ def srun(task: int, tasks: int, local: int, here: str, nodes: str = "node[1-2]",
 
 
 def slurm(rank: int, size: int, local_rank: int, local_size: int, job: str = "7.0", host: str = "node1") -> Identity:
-    return Identity("slurm", rank, size, local_rank, local_size, slurm=SlurmStep(job, host))
+    step = SlurmStep(job, host)
+    return Identity("slurm", rank, size, local_rank, local_size, slurm=step, one_console=True)
 
 
 @pytest.mark.parametrize(
@@ -258,12 +270,12 @@ def test_slurm(environ: dict[str, str], identity: Identity) -> None:
     ids=["sbatch, first rank", "sbatch, second rank", "sbatch, other node", "salloc", "salloc, other node"],
 )
 def test_mpirun_comes_before_the_slurm_that_started_its_daemons(slurm: dict[str, str], rank: int) -> None:
-    assert identify(slurm | open_mpi(rank, 4, rank % 2, 2)) == Identity("mpi", rank, 4, rank % 2, 2)
+    assert identify(slurm | open_mpi(rank, 4, rank % 2, 2)) == mpi(rank, 4, rank % 2, 2)
 
 
 def test_mpich_under_slurm_tells_places_on_the_host_and_comes_before_it_too() -> None:
     mpich = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    assert identify(srun(1, 2, 0, "1") | mpich) == Identity("mpi", 3, 4, 1, 2)
+    assert identify(srun(1, 2, 0, "1") | mpich) == mpi(3, 4, 1, 2)
 
 
 def test_tf_config_counts_within_a_step_of_as_many_tasks() -> None:
