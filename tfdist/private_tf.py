@@ -118,7 +118,10 @@ HOOKS = {
     random_op: ("_random",),
     random_seed: ("get_seed",),
     tf.data.Dataset: ("_as_serialized_graph",),
-    ParameterServerStrategyV2Extended: ("_assert_being_scheduled_by_cluster_coordinator",),
+    ParameterServerStrategyV2Extended: (
+        "_allow_run_without_coordinator",
+        "_assert_being_scheduled_by_cluster_coordinator",
+    ),
     RemoteValueImpl: ("_status_available_event", "_set_error", "_set_values"),
     saved_model_save: ("save_and_return_nodes",),
     SyncOnReadVariable: ("_get_cross_replica", "_get_replica", "read_value", "value"),

@@ -1,4 +1,4 @@
-"""What three ranks say to each other: run under mpirun by `test_channel.py`, never imported by it.
+"""What three ranks say to each other: run by `test_channel.py` under mpirun and with TF_CONFIG, never imported by it.
 
     mpirun -np 3 python channel_program.py FOLDER
 
@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.channel import open_mpi, require_same, together
+from tfdist.cluster.channel import Channel, open_mpi, require_same, together
 from tfdist.cluster.identity import identify
+from tfdist.cluster.tcp_channel import open_tcp
 from tfdist.errors import EnvironmentProblem, UsageError
 
-CHANNEL = open_mpi(identify())
+IDENTITY = identify()
+CHANNEL: Channel = open_mpi(IDENTITY) if IDENTITY.launcher == "mpi" else open_tcp(IDENTITY)
 RANK = CHANNEL.rank
 
 

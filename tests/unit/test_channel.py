@@ -1,17 +1,20 @@
-"""How processes agree outside of TensorFlow: alone, and with three ranks of MPI (`channel_program.py`)."""
+"""How processes agree outside of TensorFlow: alone, and with three ranks of each channel (`channel_program.py`)."""
 
 from __future__ import annotations
 
 import json
 import socket
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import run_alone, run_mpi
+from tests.jobs import run_alone, run_mpi, run_tf_config
+from tfdist.cluster import channel
 from tfdist.cluster.channel import Alone, require_same, together
+from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem, RanksDisagree, TaskFailure
 
 PROGRAM = Path(__file__).with_name("channel_program.py")
@@ -91,11 +94,15 @@ class TestAlone:
             together(Alone(), "work", lambda: sys.exit(0))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each scenario gave each rank."""
+@pytest.fixture(scope="module", params=["mpi", "tf_config"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each scenario gave each rank, over MPI and over TCP."""
     folder = tmp_path_factory.mktemp("channel")
-    run_mpi(3, PROGRAM, folder, timeout=60).check()
+    if request.param == "mpi":
+        run_mpi(3, PROGRAM, folder, timeout=60).check()
+    else:
+        for ended in run_tf_config(3, PROGRAM, folder, timeout=60):
+            ended.check()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -190,6 +197,33 @@ def test_without_mpi4py_the_way_out_is_told(tmp_path: Path) -> None:
     assert "EnvironmentProblem" in job.output
     assert "mpi4py cannot be used" in job.output
     assert "pip install 'tfdist[horovod]'" in job.output
+
+
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [
+        (
+            Identity("mpi", 1, 2),
+            "the launcher says rank 1 of 2 processes, but MPI says rank 0 of 1: mpirun and the MPI library of this "
+            "environment are not the same. Use the mpirun of the activated environment (source .venv/bin/activate), or "
+            "unset the launcher's variables to run alone.",
+        ),
+        (
+            Identity("slurm", 1, 2),
+            "srun started 2 processes, but MPI sees 1: SLURM's MPI plugin and the MPI library of this environment do "
+            "not fit together. Start the job with mpirun inside sbatch or salloc (mpirun -np N python …), or with srun "
+            "--mpi=pmix where `srun --mpi=list` shows a pmix that works.",
+        ),
+    ],
+    ids=["mpirun", "srun"],
+)
+def test_each_process_in_a_world_of_its_own_is_told(
+    identity: Identity, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MpiChannel", lambda: types.SimpleNamespace(rank=0, size=1))
+    with pytest.raises(EnvironmentProblem) as caught:
+        channel.open_mpi.__wrapped__(identity)
+    assert str(caught.value) == message
 
 
 def test_a_rank_that_leaves_ends_the_job(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,22 @@ def test_flags_of_each_kind() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (
+            "--backend parameter_server --parameter-servers 2 --max-in-flight 8",
+            {"parameter_servers": 2, "max_in_flight": 8},
+        ),
+        ("--backend horovod --sync-every 4", {"sync_every": 4}),
+        ("--backend multi_worker_mirrored --collectives ring --replicas 2", {"collectives": "ring", "replicas": 2}),
+        ("--backend central_storage --gpu-memory all", {"gpu_memory": "all"}),
+    ],
+)
+def test_flags_of_backends(words: str, settings: dict[str, Any]) -> None:
+    assert _parse(["train", *words.split()]) == TrainCommand(backend=words.split()[1], **settings)
+
+
 def test_flags_of_check() -> None:
     words = "check --backends mirrored horovod --replicas 2 3 --cases uneven clip --json values.json"
     assert _parse(words.split()) == CheckCommand(
@@ -66,6 +83,11 @@ def test_a_file_gives_settings_and_later_flags_win(tmp_path: Path) -> None:
         (
             "train --precision float61",
             "precision=float61 must be one of float32, float16, bfloat16. Did you mean 'float16'?",
+        ),
+        ("train --max-in-flight 0", "max_in_flight=0 must be 1 or more."),
+        (
+            "train --collectives rings",
+            "collectives=rings must be one of auto, ring, nccl. Did you mean 'ring'?",
         ),
         ("train --clip-norm 0", "clip_norm=0.0 must be a finite number above 0."),
         ("train --clip-norm .nan", "clip_norm=nan must be a finite number above 0."),

@@ -10,7 +10,7 @@ import pytest
 
 from tfdist.config import CheckCommand, Settings, TrainCommand
 from tfdist.errors import UsageError, closest
-from tfdist.strategies.table import BACKENDS
+from tfdist.strategies.table import BACKENDS, Options
 
 
 def refusal(**settings: Any) -> str:
@@ -52,6 +52,9 @@ def test_settings_cannot_be_changed_later() -> None:
         "steps",
         "global_batch_size",
         "accumulate",
+        "parameter_servers",
+        "max_in_flight",
+        "sync_every",
         "loss_scale_growth",
         "patience",
         "plateau_patience",
@@ -147,6 +150,37 @@ CONTRADICTIONS = [
     ({"reduction": "adasum", "compression": "float16"}, "whole gradients in full precision"),
     ({"reduction": "adasum", "sparse": "gather"}, "whole gradients in full precision"),
     ({"sparse": "gather", "accumulate": 2}, "gradients add up in dense form"),
+    ({"jit": True, "backend": "central_storage"}, "where compiled code does not reach them"),
+    ({"jit": True, "backend": "parameter_server"}, "where compiled code does not reach them"),
+    ({"reduction": "adasum", "backend": "central_storage"}, "Use backend='horovod' under mpirun"),
+    ({"reduction": "adasum", "sync_every": 3}, "no gradients go between the replicas"),
+    ({"accumulate": 2, "sync_every": 3}, "no gradients go between the replicas"),
+    ({"compression": "bfloat16", "sync_every": 3}, "no gradients go between the replicas"),
+    ({"sparse": "gather", "sync_every": 3}, "no gradients go between the replicas"),
+    ({"precision": "float16", "sync_every": 3}, "an overflow must skip the step on all replicas"),
+    ({"batch_norm": "sync", "sync_every": 3}, "replicas train each by itself"),
+    *(
+        ({"sync_every": 3, "backend": backend}, "needs a copy of the weights on every replica that may differ")
+        for backend in BACKENDS
+        if backend != "horovod"
+    ),
+    *(
+        ({name: 3, "backend": backend}, "has no effect with")
+        for backend in BACKENDS
+        if backend != "parameter_server"
+        for name in ("max_in_flight", "parameter_servers")
+    ),
+    *(
+        ({"collectives": "ring", "backend": backend}, "has no effect with")
+        for backend in BACKENDS
+        if backend != "multi_worker_mirrored"
+    ),
+    *(
+        ({**setting, "backend": "parameter_server"}, "its gradients go straight to the parameter servers")
+        for setting in ({"accumulate": 2}, {"compression": "float16"})
+    ),
+    ({"reduction": "adasum", "backend": "parameter_server"}, "is Horovod's"),
+    ({"precision": "float16", "backend": "parameter_server"}, "steps run side by side"),
 ]
 
 
@@ -157,7 +191,16 @@ def test_settings_that_exclude_each_other(settings: dict[str, Any], reason: str)
         assert f"{name}={value!r}" in message
         Settings.of(**{name: value})
     assert reason in message
-    assert message.endswith(("Leave one of them out.", "or leave it out."))
+    ways_out = (
+        "eave it out.",
+        "Leave one of them out.",
+        "leave sync_every out.",
+        "Leave jit out.",
+        "Use precision='bfloat16'.",
+        "or use backend='parameter_server'.",
+        "or use backend='multi_worker_mirrored'.",
+    )
+    assert message.endswith(ways_out)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +250,38 @@ def test_patience_needs_evaluations_to_count(name: str) -> None:
 def test_adasum_needs_horovod_only_where_a_backend_is_set() -> None:
     assert Settings.of(reduction="adasum").reduction == "adasum"
     assert Settings.of(reduction="adasum", backend="horovod", accumulate=2, clip_norm=1.0).reduction == "adasum"
+
+
+def test_what_goes_together_on_some_backend() -> None:
+    Settings.of(backend="horovod", sync_every=3, precision="bfloat16", batch_norm="local", clip_norm=1.0)
+    Settings.of(backend="parameter_server", parameter_servers=2, max_in_flight=8, precision="bfloat16", sparse="gather")
+    Settings.of(backend="multi_worker_mirrored", collectives="nccl", replicas=2, gpu_memory="all")
+    Settings.of(backend="central_storage", replicas=2, accumulate=2, precision="float16")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_in_flight": 2}, {"sync_every": 2}, {"accumulate": 2}, {"precision": "float16"}], ids=str
+)
+def test_settings_are_checked_again_for_the_backend_that_was_chosen(settings: dict[str, Any]) -> None:
+    """Without a backend in the settings it is known only once the launcher has been looked at."""
+    (name,) = settings
+    given = Settings.of(**settings)
+    refused = set()
+    for backend in BACKENDS:
+        try:
+            given.check_for(backend)
+        except UsageError as error:
+            assert f"{name}={settings[name]!r}" in str(error)
+            refused.add(backend)
+    right = {"max_in_flight": {"parameter_server"}, "sync_every": {"horovod"}}
+    assert refused == set(BACKENDS) - right.get(name, set(BACKENDS) - {"parameter_server"})
+
+
+def test_what_a_backend_is_opened_with_comes_from_settings_of_the_same_names() -> None:
+    assert Settings().options == Options()
+    given: dict[str, Any] = {"replicas": 2, "intra_op_threads": 3, "gpu_memory": "all"}
+    assert Settings.of(**given, collectives="ring").options == Options(**given, collectives="ring")
+    assert Settings.of(**given, parameter_servers=4).options == Options(**given, parameter_servers=4)
 
 
 def test_a_seed_that_no_generator_takes_is_refused() -> None:

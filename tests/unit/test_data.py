@@ -176,6 +176,67 @@ Pair = namedtuple("Pair", ["left", "right"])
 ROWS = np.arange(3, dtype=np.float32)
 
 
+def numbered(
+    examples: Examples, *, epochs: int | None, seed: int = 0, buffer: int = 100, size: int = 4, augment: Any = None
+) -> list[tuple[int, list[int]]]:
+    batches = examples.numbered_batches(
+        global_batch_size=size, seed=seed, shuffle_buffer=buffer, epochs=epochs, augment=augment
+    )
+    return take(iter(batches), 20)
+
+
+class TestNumberedBatches:
+    def test_batches_are_full_and_cross_epochs(self) -> None:
+        assert numbered(numbers(5), epochs=2, buffer=0, size=3) == [
+            (0, [0, 1, 2]),
+            (1, [3, 4, 0]),
+            (2, [1, 2, 3]),
+            (3, [4]),
+        ]
+
+    def test_without_epochs_there_is_no_end(self) -> None:
+        batches = numbered(numbers(5), epochs=None, buffer=0, size=3)
+        assert [number for number, _ in batches] == list(range(20))
+        assert flat([batch for _, batch in batches]) == [i % 5 for i in range(60)]
+
+    @pytest.mark.parametrize(("buffer", "seed"), [(100, 0), (3, 7)])
+    def test_examples_come_in_the_order_of_all_backends(self, buffer: int, seed: int) -> None:
+        batches = numbered(numbers(10), epochs=4, buffer=buffer, seed=seed)
+        want = flat(order(numbers(10), 12, buffer=buffer, seed=seed))
+        assert flat([batch for _, batch in batches]) == want
+
+    def test_two_that_read_get_the_same(self) -> None:
+        """As workers do, whatever TensorFlow's global seed is there."""
+        first = numbered(numbers(10), epochs=2)
+        tf.random.set_seed(5)
+        assert numbered(numbers(10), epochs=2) == first
+
+    def test_an_example_is_changed_by_its_place_in_the_run(self) -> None:
+        def change(example: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+            return example * 1000 + tf.random.stateless_uniform([], seed, maxval=1000, dtype=tf.int64)
+
+        batches = numbers(10).training_batches(
+            STRATEGY, global_batch_size=4, seed=3, shuffle_buffer=100, augment=change
+        )
+        want = flat(take(batches, 6))
+        got = flat([batch for _, batch in numbered(numbers(10), epochs=2, seed=3, augment=change)])
+        assert got == want
+        assert len(set(got)) == 20, "each draws its own"
+
+    def test_structures_stay(self) -> None:
+        pairs = tf.data.Dataset.range(3).map(lambda i: {"a": i, "b": (i, i)})
+        examples = load(AnyStructure(make=lambda split: pairs), "train")
+        (number, batch), *_ = iter(examples.numbered_batches(global_batch_size=2, seed=0, shuffle_buffer=0, epochs=1))
+        assert int(number) == 0
+        assert tf.nest.map_structure(lambda t: t.numpy().tolist(), batch) == {"a": [0, 1], "b": ([0, 1], [0, 1])}
+
+    @pytest.mark.parametrize("tuned", [True, False])
+    def test_pipelines_of_arrays_are_not_tuned(self, tuned: bool) -> None:
+        examples = dataclasses.replace(numbers(3), tuned=tuned)
+        batches = examples.numbered_batches(global_batch_size=2, seed=0, shuffle_buffer=0, epochs=1)
+        assert batches.options().autotune.enabled is tuned
+
+
 class TestStructures:
     """An element of the task comes to its step as it went in, with one more axis."""
 

@@ -26,7 +26,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def make(right: Any, tolerance: float = 1e-5, applies: Callable[[str, int], bool] = lambda *_: True) -> None:
         made = right if callable(right) or isinstance(right, str) else lambda _: right
-        monkeypatch.setitem(CASES, "case", Case("case", "a case", lambda run: [], made, tolerance, applies))
+        monkeypatch.setitem(CASES, "case", Case("case", "a case", lambda run: [], made, tolerance, applies, False))
 
     yield make
 
@@ -50,6 +50,14 @@ def passed(*values: Any) -> list[bool]:
 
 
 class TestPlan:
+    """Of a case `a` of backends in step, and `b` of asynchronous ones."""
+
+    @pytest.fixture(autouse=True)
+    def _cases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("a", "b"):
+            made = Case(name, "", lambda run: [], "one device", 0.0, lambda *_: True, asynchronous=name == "b")
+            monkeypatch.setitem(CASES, name, made)
+
     def test_the_reference_comes_first_and_once(self) -> None:
         jobs = plan((REFERENCE, "mirrored"), (2,), ["a", "b"])
         assert jobs == [Job(REFERENCE, (1,), ("a", "b")), Job("mirrored", (2,), ("a", "b"))]
@@ -66,7 +74,17 @@ class TestPlan:
         assert [job.results for job in jobs] == [2, 4, 2, 2]
 
     def test_every_backend_can_be_planned(self) -> None:
-        assert {job.backend for job in plan(tuple(BACKENDS), (2,), ["a"])} == set(BACKENDS)
+        assert {job.backend for job in plan(tuple(BACKENDS), (2,), ["a", "b"])} == set(BACKENDS)
+
+    def test_a_backend_that_no_case_is_about_is_not_started(self) -> None:
+        assert plan(("mirrored", "parameter_server"), (2,), ["a"]) == [
+            Job(REFERENCE, (1,), ("a",)),
+            Job("mirrored", (2,), ("a",)),
+        ]
+        assert plan(("mirrored", "parameter_server"), (2,), ["b"]) == [
+            Job(REFERENCE, (1,), ("b",)),
+            Job("parameter_server", (2,), ("b",)),
+        ]
 
 
 class TestRightValues:

@@ -14,7 +14,7 @@ from tests.jobs import ROOT
 from tfdist.cli import _launch, _parse, main
 from tfdist.cluster.agents import agent_command
 from tfdist.cluster.hosts import Host, hosts_of, read_hostfile
-from tfdist.cluster.identity import Identity
+from tfdist.cluster.identity import LAUNCHED, Identity
 from tfdist.cluster.launch import Member, ProcessSpec, members, specs
 from tfdist.config import LaunchCommand
 from tfdist.errors import UsageError
@@ -90,7 +90,7 @@ def test_the_plan_of_each_process() -> None:
 
     def environment(index: int) -> tuple[tuple[str, str], ...]:
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-        return (("TF_CONFIG", json.dumps(config)), ("TF_GRPC_REUSE_PORT", "true"))
+        return (("TF_CONFIG", json.dumps(config)), ("TF_GRPC_REUSE_PORT", "true"), (LAUNCHED, "1"))
 
     assert specs((first, second), ["a:1", "b:2"], ["python", "x"]) == (
         ProcessSpec(first, "a:1", ("python", "x"), environment(0)),

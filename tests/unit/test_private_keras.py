@@ -19,6 +19,7 @@ import tensorflow as tf
 from tests.jobs import ROOT
 from tests.unit.one_device import STRATEGY
 from tfdist.training.private_keras import (
+    count_atomically,
     count_rows,
     has_synchronized_layer,
     mask_of,
@@ -104,6 +105,29 @@ def test_a_keras_that_has_renamed_it_is_told(optimizer: Any, home: type, monkeyp
     with pytest.raises(AttributeError, match=f"SGD.*{NAME}"), without_second_reduction(optimizer):
         pytest.fail("it would have reduced twice")
     assert NAME not in vars(optimizer)
+
+
+def operations(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """What a traced step does to the optimizer's counter."""
+    with STRATEGY.scope():
+        weight = keras.Variable(1.0)
+        optimizer.build([weight])
+    run = tf.function(lambda: STRATEGY.run(lambda: optimizer.apply([tf.constant(0.25)], [weight])))
+    traced = run.get_concrete_function()
+    counter = next(inside for outside, inside in traced.graph.captures if outside is optimizer.iterations.value.handle)
+    return sorted(op.type for op in counter.consumers() if op.type != "ReadVariableOp")
+
+
+def test_updates_are_counted_in_one_operation(optimizer: Any) -> None:
+    """Keras itself reads, adds and writes: where it counts in one operation, too, `count_atomically` can go."""
+    with STRATEGY.scope():
+        assert operations(keras.optimizers.SGD(1.0)) == ["AssignVariableOp"]
+    count_atomically(optimizer)
+    assert operations(optimizer) == ["AssignAddVariableOp"]
+    assert int(optimizer.iterations) == 0
+    optimizer.built = False
+    assert step(optimizer) == 0.75
+    assert int(optimizer.iterations) == 1
 
 
 class Inner(keras.layers.Layer):

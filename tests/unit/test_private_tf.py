@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import types
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,23 @@ def test_every_private_name_is_where_it_was():
     assert not moved, f"TensorFlow {tf.__version__} has moved: {', '.join(moved)}. Adapt tfdist/private_tf.py."
 
 
-def test_every_method_that_is_overridden_still_exists():
+def test_every_name_that_is_overridden_or_used_still_exists():
     from tfdist.private_tf import HOOKS
 
-    moved = [f"{cls.__name__}.{name}" for cls, names in HOOKS.items() for name in names if not hasattr(cls, name)]
+    def has(owner, name):
+        """As a method, or as something that instances get when they are made."""
+        return hasattr(owner, name) or name in owner.__init__.__code__.co_names
+
+    moved = [f"{cls.__name__}.{name}" for cls, names in HOOKS.items() for name in names if not has(cls, name)]
     assert not moved, f"TensorFlow {tf.__version__} has no {', '.join(moved)}. Adapt hvd_backend and tfdist/as_one."
+
+
+def test_a_hook_that_is_nowhere_is_named(monkeypatch):
+    from tfdist import private_tf
+
+    monkeypatch.setitem(private_tf.HOOKS, private_tf.RemoteValueImpl, ("_status_available", "_set_error"))
+    with pytest.raises(AssertionError, match=r"has no RemoteValueImpl\._status_available\. Adapt"):
+        test_every_name_that_is_overridden_or_used_still_exists()
 
 
 def test_names_count_within_the_function_and_its_control_flow():
@@ -109,3 +122,48 @@ def test_private_names_are_nowhere_else():
     assert files
     others = [str(path.relative_to(ROOT)) for path in files if path != FILE and "tensorflow.python" in path.read_text()]
     assert not others
+
+
+def test_a_multi_worker_strategy_gets_its_devices_while_it_is_made():
+    from tfdist.private_tf import CollectiveAllReduceExtended, local_cpu_devices
+
+    name = "_initialize_local_devices"
+    original = getattr(CollectiveAllReduceExtended, name)
+    with local_cpu_devices(1):
+        assert getattr(CollectiveAllReduceExtended, name) is original
+    with local_cpu_devices(2):
+        devices, kind = getattr(CollectiveAllReduceExtended, name)(None, None, "/job:worker/task:1")
+    assert (devices, kind) == (("/job:worker/task:1/device:CPU:0", "/job:worker/task:1/device:CPU:1"), "CPU")
+    assert getattr(CollectiveAllReduceExtended, name) is original
+    with pytest.raises(ValueError, match="falling"), local_cpu_devices(2):
+        raise ValueError("the sky is falling")
+    assert getattr(CollectiveAllReduceExtended, name) is original
+
+
+def test_a_pipeline_is_serialized_with_its_functions():
+    from tfdist.private_tf import serialized
+
+    plain = tf.data.Dataset.range(3)
+    assert b"PyFunc" not in serialized(plain.map(lambda i: i + 1))
+    assert b"PyFunc" in serialized(plain.map(lambda i: tf.numpy_function(lambda n: n, [i], tf.int64)))
+
+
+def test_the_result_of_a_worker_is_waited_for_only_so_long():
+    from tfdist.private_tf import RemoteValueImpl, wait_for
+
+    result = RemoteValueImpl(None, tf.TensorSpec([], tf.int64))
+    assert not wait_for(result, 0.0)
+    result._set_error(ValueError("falling"))
+    assert wait_for(result, 0.0)
+
+
+def test_tensorflow_does_not_warn_while_a_function_for_workers_is_traced():
+    from tfdist.private_tf import traced_for_workers
+
+    extended = types.SimpleNamespace(_allow_run_without_coordinator=False)
+    strategy = types.SimpleNamespace(extended=extended)
+    with traced_for_workers(strategy):
+        assert extended._allow_run_without_coordinator is True
+    with pytest.raises(ValueError, match="falling"), traced_for_workers(strategy):
+        raise ValueError("the sky is falling")
+    assert extended._allow_run_without_coordinator is False

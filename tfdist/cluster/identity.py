@@ -187,7 +187,7 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
 
 
 def _addresses(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(a, str) and ":" in a for a in value):
+    if not isinstance(value, list) or not all(isinstance(a, str) and re.fullmatch(r".+:\d+", a) for a in value):
         raise TypeError(f"{value!r} is not a list of host:port")
     return value
 

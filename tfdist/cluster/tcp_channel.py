@@ -2,7 +2,7 @@
 
 Used where TF_CONFIG or SLURM tells the processes of each other. Rank 0 listens at an address that all know only until
 all have come, so that TensorFlow's server can have the port afterwards; a message is a length and JSON, never a pickle,
-and a connection that does not bring the job's own tag within seconds is dropped.
+and a connection that does not bring the job's own tag within seconds is dropped, without keeping others waiting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.cluster.channel import Failure, agreed
+from tfdist.cluster.channel import Failure, agreed, shared
 from tfdist.cluster.identity import Identity
 from tfdist.errors import EnvironmentProblem
 
@@ -32,6 +32,8 @@ START_SECONDS = "TFDIST_START_SECONDS"
 _GREETING_BYTES = 4096
 _MESSAGE_BYTES = 1 << 28
 _GREETING_SECONDS = 2.0
+_STRANGERS = 64  # connections that may be greeted at a time, beside those of the job
+_GONE_SECONDS = 25  # after which a host that no longer answers counts as gone
 
 # Below the ports that Linux gives to outgoing connections, above those of known services.
 _LOWEST_PORT, _PORTS, _TRIED_PORTS = 15000, 16000, 8
@@ -57,25 +59,32 @@ class TcpChannel:
         self.size = size
         self._names = list(names) or [f"rank {r}" for r in range(size)]
         self._deadline = time.monotonic() + start_seconds()
+        self._gone: EnvironmentProblem | None = None
         self._peers = self._receive_all(meeting, tag) if rank == 0 else [self._find(meeting, tag)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TcpChannel:
         return self  # programs copy objects that hold a strategy; there is one group of processes
 
     def exchange(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
-        """See `Channel`. Raises EnvironmentProblem where another process has gone."""
+        """See `Channel`. Raises EnvironmentProblem where another process has gone, and whenever it is called again."""
+        if self._gone is not None:
+            raise self._gone
         mine = [label, value, failure]
         if self.rank == 0:
-            everything = [mine, *(self._receive(peer, r) for r, peer in enumerate(self._peers, start=1))]
-            text = json.dumps(everything).encode()
-            everything = json.loads(text)  # what the others get: lists for tuples
-            for r, peer in enumerate(self._peers, start=1):
-                with self._naming(r, label):
-                    _send(peer, text)
+            try:
+                everything = [mine, *(self._receive(peer, r) for r, peer in enumerate(self._peers, start=1))]
+            except EnvironmentProblem as gone:
+                # All others wait for an answer, or will.
+                self._tell({"gone": str(gone)})
+                raise shared(gone) from None
+            everything = self._tell(everything)
         else:
             with self._naming(0, label):
                 _send(self._peers[0], json.dumps(mine).encode())
             everything = self._receive(self._peers[0], 0)
+            if isinstance(everything, dict):
+                self._gone = EnvironmentProblem(everything["gone"])
+                raise shared(self._gone)
         return agreed(everything)
 
     def arrive(self) -> Callable[[], bool]:
@@ -97,22 +106,33 @@ class TcpChannel:
 
     def _receive_all(self, meeting: Sequence[Address], tag: str) -> list[socket.socket]:
         peers: dict[int, socket.socket] = {}
-        with _listen(meeting, self.size) as listener:
-            while len(peers) < self.size - 1:
-                listener.settimeout(max(0.01, self._deadline - time.monotonic()))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    missing = [name for r, name in enumerate(self._names) if r and r not in peers]
-                    raise EnvironmentProblem(
-                        f"{', '.join(missing)} did not come within {start_seconds():g} s. Look at the output of that "
-                        f"process, and whether its host reaches this one; {START_SECONDS} sets how long to wait."
-                    ) from None
-                rank = _greeted(connection, tag, self.size)
+        places = threading.BoundedSemaphore(self.size + _STRANGERS)
+        lock = threading.Lock()
+
+        def greet(connection: socket.socket) -> None:
+            rank = _greeted(connection, tag, self.size)
+            with lock:
                 if rank is None or rank in peers:
                     connection.close()
                 else:
                     peers[rank] = connection
+            places.release()
+
+        with _listen(meeting, self.size) as listener:
+            listener.settimeout(0.02)
+            while len(peers) < self.size - 1:
+                if time.monotonic() > self._deadline:
+                    missing = [name for r, name in enumerate(self._names) if r and r not in peers]
+                    raise EnvironmentProblem(
+                        f"{', '.join(missing)} did not come within {start_seconds():g} s. Look at the output of that "
+                        f"process, and whether its host reaches this one; {START_SECONDS} sets how long to wait."
+                    )
+                with contextlib.suppress(OSError):  # nobody, or one that has left already
+                    connection, _ = listener.accept()
+                    if places.acquire(blocking=False):
+                        threading.Thread(target=greet, args=(connection,), daemon=True).start()
+                    else:
+                        connection.close()
         return [peers[r] for r in range(1, self.size)]
 
     def _find(self, meeting: Sequence[Address], tag: str) -> socket.socket:
@@ -134,14 +154,23 @@ class TcpChannel:
         with self._naming(rank, "a message"):
             return _receive(peer, _MESSAGE_BYTES)
 
+    def _tell(self, message: Any) -> Any:
+        """Send rank 0's answer to all; as it arrives there, with lists for tuples. One that has gone shows later."""
+        text = json.dumps(message).encode()
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                _send(peer, text)
+        return json.loads(text)
+
     @contextlib.contextmanager
     def _naming(self, rank: int, what: str) -> Any:
         try:
             yield
         except (OSError, ValueError) as error:
-            raise EnvironmentProblem(
+            self._gone = EnvironmentProblem(
                 f"{self._names[rank]} has gone ({what}: {error or type(error).__name__}). Its own output tells why."
-            ) from None
+            )
+            raise self._gone from None
 
 
 @functools.cache
@@ -208,13 +237,18 @@ def _listen(meeting: Sequence[Address], size: int) -> socket.socket:
     raise EnvironmentProblem(f"this host has no free port among {ports} ({reason}). End what listens there.")
 
 
+# A greeting has three parts: "job, rank" from a process, "job" from rank 0, and "job" again. So neither takes the other
+# for connected where that one has given up in the meantime.
+
+
 def _greet(address: Address, tag: str, rank: int) -> socket.socket:
     """Connect to rank 0. Raises OSError or ValueError where it is not there, or someone else is."""
     connection = socket.create_connection(address, timeout=_GREETING_SECONDS)
     try:
         _send(connection, json.dumps({"tfdist": tag, "rank": rank}).encode())
-        if _receive(connection, _GREETING_BYTES) != {"tfdist": tag}:
+        if _receive(connection, _GREETING_BYTES, _GREETING_SECONDS) != {"tfdist": tag}:
             raise ValueError("another program answers there")
+        _send(connection, json.dumps({"tfdist": tag}).encode())
         _settle(connection)
     except BaseException:
         connection.close()
@@ -226,11 +260,13 @@ def _greeted(connection: socket.socket, tag: str, size: int) -> int | None:
     """The rank of a process of this job that has connected; None for anything else."""
     try:
         connection.settimeout(_GREETING_SECONDS)
-        greeting = _receive(connection, _GREETING_BYTES)
+        greeting = _receive(connection, _GREETING_BYTES, _GREETING_SECONDS)
         rank = greeting["rank"] if isinstance(greeting, dict) and greeting.get("tfdist") == tag else None
         if not isinstance(rank, int) or not 0 < rank < size:
             return None
         _send(connection, json.dumps({"tfdist": tag}).encode())
+        if _receive(connection, _GREETING_BYTES, _GREETING_SECONDS) != {"tfdist": tag}:
+            return None
         _settle(connection)
         return rank
     except (OSError, ValueError, KeyError):
@@ -244,6 +280,8 @@ def _settle(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # The same while something that was sent has not been confirmed, when nothing else is sent to keep alive.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -251,20 +289,28 @@ def _send(connection: socket.socket, text: bytes) -> None:
     connection.sendall(struct.pack(">Q", len(text)) + text)
 
 
-def _receive(connection: socket.socket, most: int) -> Any:
-    """One message. Raises OSError or ValueError where none comes, or one that is too long or no JSON."""
-    (length,) = struct.unpack(">Q", _exactly(connection, 8))
+def _receive(connection: socket.socket, most: int, seconds: float | None = None) -> Any:
+    """One message. Raises OSError or ValueError where none comes in time, or one that is too long or no JSON."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    (length,) = struct.unpack(">Q", _exactly(connection, 8, deadline))
     if length > most:
         raise ValueError(f"a message of {length} bytes")
-    return json.loads(_exactly(connection, length))
+    try:
+        return json.loads(_exactly(connection, length, deadline))
+    except RecursionError:
+        raise ValueError("a message that is nested too deeply") from None
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def _exactly(connection: socket.socket, length: int, deadline: float | None) -> bytes:
     parts = []
     while length:
+        if deadline is not None:  # of all parts together: each may come just in time
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         part = connection.recv(min(length, 1 << 20))
         if not part:
             raise ConnectionError("the connection is closed")
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("it came too slowly")
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

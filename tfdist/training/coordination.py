@@ -72,10 +72,11 @@ class CoordinatedLoop:
             self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
             """How many steps have been applied, a variable on a parameter server."""
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self._batches = batches
+        # A worker that has read the last one may still get a step before it, of a worker that died.
+        self._batches = batches.repeat()
         self._iterator = self._pipelines()
         # Traced on a pipeline of the chief's own, since the workers' come to be on the workers.
-        own = iter(batches)
+        own = iter(self._batches)
         with strategy.scope(), private_tf.traced_for_workers(strategy):
             self._compiled = tf.function(self._run).get_concrete_function(own, tf.constant(0, tf.int64))
         refuse_stateful(
@@ -102,10 +103,9 @@ class CoordinatedLoop:
             series.append(entry)
             self.updates_passed.append(passed)
             self._in_chunk += 1
-            chunk = columns(np.array(series), np.array(seconds), self._step.parts)
-            if chunk.halted:
+            if columns(entry[np.newaxis], np.zeros(1), self._step.parts).halted:
                 break
-        return chunk
+        return columns(np.array(series), np.array(seconds), self._step.parts)
 
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""
