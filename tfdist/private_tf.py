@@ -51,12 +51,12 @@ __all__ = [
     "local_cpu_devices",
     "mark_as_unsaveable",
     "name_in_function",
+    "operations",
     "random_op",
     "random_seed",
     "regroup",
     "saved_model_save",
     "select_replica",
-    "serialized",
     "simple_broadcast",
     "traced_for_workers",
     "untuned_device_datasets",
@@ -200,9 +200,11 @@ def traced_for_workers(strategy: tf.distribute.ParameterServerStrategy) -> Itera
         extended._allow_run_without_coordinator = before
 
 
-def serialized(dataset: tf.data.Dataset) -> bytes:
-    """A dataset's graph with its functions, as workers get it."""
-    return bytes(dataset._as_serialized_graph().numpy())
+def operations(dataset: tf.data.Dataset) -> set[str]:
+    """The kinds of operations in a dataset's graph and its functions, as workers get it."""
+    graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return {str(node.op) for node in nodes}
 
 
 def wait_for(result: RemoteValueImpl, seconds: float) -> bool:

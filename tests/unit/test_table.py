@@ -58,7 +58,7 @@ TABLE = [
     ("horovod", None, EVERYWHERE, ANY_GPUS, ("horovod", 1)),
     ("horovod", 3, EVERYWHERE, [0, 8], "mpirun -np 3 python"),
     ("parameter_server", None, EVERYWHERE, ANY_GPUS, ("parameter_server", 1)),
-    ("parameter_server", 3, EVERYWHERE, [0, 8], "mpirun -np 3 python"),
+    ("parameter_server", 3, EVERYWHERE, [0, 8], "mpirun -np 5 python"),
     # Several processes with several devices: as many as asked for, else all of a host that the process has to itself.
     ("multi_worker_mirrored", None, [ALONE, *MPI, *SHARED_HOST], ANY_GPUS, ("multi_worker_mirrored", 1)),
     ("multi_worker_mirrored", None, OWN_HOST, [0, 1], ("multi_worker_mirrored", 1)),

@@ -30,6 +30,8 @@ class Session:
     identity: Identity
     channel: Channel
     intra_op_threads: int
+    options: Options
+    """What it was opened with."""
     adasum: Callable[[list[Any]], list[Any]] | None = None
     """Combines gradients of all replicas by Adasum, inside a replica; None where the backend has no such thing."""
 
@@ -130,6 +132,7 @@ def open_session(backend: str | None, options: Options) -> Session:
         threads = runtime.intra_op_threads(identity, local, options.intra_op_threads)
         _set_threads(threads, local)
         if (name, local) in _sessions:
+            _require_same_options(_sessions[name, local], options)
             return _sessions[name, local]
         opened = open_strategy(name, Place(identity, channel, local, threads, options))
         if callable(opened):
@@ -137,7 +140,7 @@ def open_session(backend: str | None, options: Options) -> Session:
         adasum = opened.extended.adasum if BACKENDS[name].adasum else None
         # The workers of an asynchronous backend wait for orders, not for messages.
         own = _alone if BACKENDS[name].asynchronous else channel
-        session = Session(name, opened, identity, own, threads, adasum)
+        session = Session(name, opened, identity, own, threads, options, adasum)
         _sessions[name, local] = session
         return session
 
@@ -178,6 +181,17 @@ def strategy(
     check_backend(backend)
     options = Options(replicas, intra_op_threads, parameter_servers, collectives, gpu_memory)
     return open_session(backend, options).strategy
+
+
+def _require_same_options(session: Session, options: Options) -> None:
+    """Devices, servers and collectives of a process are settled once."""
+    for name in ("parameter_servers", "collectives", "gpu_memory"):
+        before, now = getattr(session.options, name), getattr(options, name)
+        if before != now:
+            raise EnvironmentProblem(
+                f"{name}={now!r}, but backend={session.backend!r} is open in this process with {name}={before!r}. Use "
+                "the same, or another process."
+            )
 
 
 def _set_threads(intra_op: int, local_replicas: int) -> None:

@@ -113,9 +113,10 @@ def resolve(name: str | None, replicas: int | None, identity: Identity, gpus: in
     if replicas is not None and not backend.devices and (backend.processes or replicas > 1):
         if name == "one_device":
             raise UsageError(f"replicas={replicas} does not go with backend='one_device'. Use --backend mirrored.")
+        processes = replicas + 2 if backend.asynchronous else replicas  # a chief and a server beside the workers
         raise UsageError(
             f"replicas={replicas} does not go with backend={name!r}: its replicas are processes. "
-            f"Start them with: mpirun -np {replicas} python …"
+            f"Start them with: mpirun -np {processes} python …"
         )
     if not backend.devices:
         return name, 1

@@ -237,8 +237,7 @@ def _naming() -> Iterator[None]:
 
 def _refuse_python(batches: tf.data.Dataset) -> None:
     """Raises UsageError where a pipeline calls Python, which is not there on the workers."""
-    text = private_tf.serialized(batches)
-    if b"PyFunc" in text:
+    if {"PyFunc", "PyFuncStateless", "EagerPyFunc"} & private_tf.operations(batches):
         raise UsageError(
             "the training dataset calls Python code (from_generator, py_function, numpy_function), which workers of "
             "backend='parameter_server' cannot call: their pipelines are made of TensorFlow operations. Give arrays, "
