@@ -37,11 +37,17 @@ class Moment:
 Action = Callable[[Moment], object]
 
 
-def act(actions: Sequence[Action], moment: Moment, strategy: tf.distribute.Strategy) -> bool:
-    """Call the actions in their order; True where any process asks to stop. Every process calls it alike."""
+def act(actions: Sequence[Action], moment: Moment, strategy: tf.distribute.Strategy | None) -> bool:
+    """Call the actions in their order; True where any process asks to stop. Every process calls it alike.
+
+    Args:
+        strategy: over which the processes vote; None where this one leads alone.
+    """
     if not actions:
         return False
     for action in actions:
         action(moment)
+    if strategy is None:
+        return bool(moment.stop)
     votes = strategy.run(lambda: tf.constant(float(bool(moment.stop))))
     return float(strategy.reduce(tf.distribute.ReduceOp.SUM, votes, axis=None)) > 0

@@ -154,7 +154,8 @@ class Course:
             metrics={split: dict(values) for split, values in self.metrics.items()},
             is_chief=self._session.is_chief,
         )
-        if act(self._actions, moment, self._session.strategy) and self.step < self._plan.steps:
+        voters = None if self._session.asynchronous else self._session.strategy
+        if act(self._actions, moment, voters) and self.step < self._plan.steps:
             self.stopped = self.stopped or f"an action asked for it after step {self.step}"
 
     def _halted(self, chunk: Chunk) -> TfdistError:
