@@ -107,7 +107,7 @@ def _system_mpi(environment: Mapping[str, str]) -> Mpi:
 
 
 def _version(text: str) -> str:
-    """What `mpirun --version` says, in a line: its first one, or of MPICH, whose first is a heading, that of the version."""
+    """What `mpirun --version` says, in a line: its first one; MPICH's first is a heading, so that of its version."""
     first, _, rest = text.partition("\n")
     for line in rest.splitlines() if first.startswith("HYDRA") else ():
         name, _, value = line.partition(":")
