@@ -15,39 +15,48 @@ from tests.jobs import ROOT, python, run_alone, run_mpi
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
 # Hosts of one rank each would give it all processors, and other numbers of threads give other bits.
-STEPS = ["--steps", 6, "--intra-op-threads", 1]
+STEPS = ["--task", f"{TOY}:ToyNet", "--steps", 6, "--intra-op-threads", 1]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of the same run on one device."""
+    report = tmp_path_factory.mktemp("one_device") / "report.json"
+    run_alone(TRAIN, "--backend", "one_device", *STEPS, "--report", report).check()
+    return read(report)
 
 
 def read(report: Path) -> dict[str, Any]:
-    return {key: json.loads(report.read_text())[key] for key in ("weights_sha256", "losses", "processes", "backend")}
+    content: dict[str, Any] = json.loads(report.read_text())
+    return content
 
 
 @pytest.mark.parametrize(("backend", "count"), [("horovod", 4), ("multi_worker_mirrored", 3)])
-def test_hosts_give_the_same_bits_as_one_host(backend: str, count: int, tmp_path: Path) -> None:
-    flags = ["--backend", backend, "--task", f"{TOY}:ToyNet", *STEPS, "--report"]
-    run_mpi(count, TRAIN, *flags, tmp_path / "one.json").check()
+def test_hosts_give_the_numbers_of_one_device(
+    backend: str, count: int, one_device: dict[str, Any], tmp_path: Path
+) -> None:
     with lab(count) as hosts:
         if backend == "horovod":
             named: Path | tuple[str, ...] = hosts.hosts
         else:
             named = tmp_path / "hosts.txt"
             named.write_text("".join(f"{host} slots=1\n" for host in hosts.hosts))
-        hosts.run_mpi(named, TRAIN, *flags, tmp_path / "hosts.json").check()
+        flags = ["--backend", backend, *STEPS, "--report", tmp_path / "hosts.json"]
+        hosts.run_mpi(named, TRAIN, *flags).check()
     several = read(tmp_path / "hosts.json")
-    assert several == read(tmp_path / "one.json")
+    assert several["losses"] == pytest.approx(one_device["losses"], abs=1e-5)
     assert (several["processes"], several["backend"]) == (count, backend)
 
 
-def test_parameter_servers_on_hosts_give_the_numbers_of_one_device(tmp_path: Path) -> None:
+def test_parameter_servers_on_hosts_give_the_bits_of_one_device(one_device: dict[str, Any], tmp_path: Path) -> None:
     """Started by `tfdist launch` on three hosts; one step in flight at a time."""
-    flags = ["--task", f"{TOY}:ToyNet", *STEPS, "--report"]
-    run_alone(TRAIN, "--backend", "one_device", *flags, tmp_path / "one.json").check()
-    servers = ["--backend", "parameter_server", "--max-in-flight", 1, *flags, tmp_path / "hosts.json"]
+    flags = ["--backend", "parameter_server", "--max-in-flight", 1, *STEPS, "--report", tmp_path / "hosts.json"]
     with lab(3) as hosts:
-        launch = ["-m", "tfdist", "launch", "--rsh", AGENT, "--hosts", ",".join(hosts.hosts), "--", *servers]
-        hosts.run("node0", python(launch[0], launch[1:])).check()
-    several, one = read(tmp_path / "hosts.json"), read(tmp_path / "one.json")
-    assert (several["weights_sha256"], several["losses"]) == (one["weights_sha256"], one["losses"])
+        launch = ["tfdist", "launch", "--rsh", AGENT, "--hosts", ",".join(hosts.hosts), "--", *flags]
+        hosts.run("node0", python("-m", launch)).check()
+    several = read(tmp_path / "hosts.json")
+    assert several["losses"] == one_device["losses"]
+    assert several["weights_sha256"] == one_device["weights_sha256"]
     assert several["processes"] == 3
 
 
@@ -72,11 +81,10 @@ def test_a_host_that_cannot_be_reached_ends_the_start() -> None:
         assert "training on" not in job.output
 
 
-@pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
-def test_a_link_that_is_cut_in_training_ends_the_job(backend: str) -> None:
+def test_a_link_that_is_cut_in_training_ends_the_job() -> None:
     slow = ["--task", f"{TOY}:Slow", "--task-args", "seconds=0.1", "--steps-per-chunk", 2, "--steps", 5000]
     with lab(2) as hosts:
-        job = hosts.start_mpi(hosts.hosts, TRAIN, "--backend", backend, *slow)
+        job = hosts.start_mpi(hosts.hosts, TRAIN, *slow)
         job.wait_for("epoch 1/", timeout=100)
         hosts.cut("node1")
         ended = job.finish(timeout=30)
@@ -88,12 +96,12 @@ def test_a_link_that_is_cut_in_training_ends_the_job(backend: str) -> None:
 
 def test_a_link_that_is_cut_for_a_moment_does_no_harm(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import time; print('begun', flush=True); time.sleep(12); print('done', flush=True)\n")
+    program.write_text("import time; print('begun', flush=True); time.sleep(8); print('done', flush=True)\n")
     with lab(2) as hosts:
         job = hosts.start_mpi(hosts.hosts, program)
         job.wait_for("begun", timeout=20)
         hosts.cut("node1")
-        time.sleep(4)
+        time.sleep(3)
         hosts.mend("node1")
         assert job.finish(timeout=40).check().output.count("done") == 2
 

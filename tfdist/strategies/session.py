@@ -137,6 +137,7 @@ def open_session(backend: str | None, options: Options) -> Session:
         opened = open_strategy(name, Place(identity, channel, local, threads, options))
         if callable(opened):
             return opened
+        _require_all(opened, name, identity, local)
         adasum = opened.extended.adasum if BACKENDS[name].adasum else None
         # The workers of an asynchronous backend wait for orders, not for messages.
         own = _alone if BACKENDS[name].asynchronous else channel
@@ -181,6 +182,16 @@ def strategy(
     check_backend(backend)
     options = Options(replicas, intra_op_threads, parameter_servers, collectives, gpu_memory)
     return open_session(backend, options).strategy
+
+
+def _require_all(strategy: tf.distribute.Strategy, name: str, identity: Identity, local: int) -> None:
+    """Raises EnvironmentProblem where the backend sees another number of replicas than the launcher has started."""
+    expected = local if BACKENDS[name].asynchronous else identity.size * local
+    if strategy.num_replicas_in_sync != expected:
+        raise EnvironmentProblem(
+            f"the launcher started {identity.size} process(es) with {local} replica(s) each, but backend={name!r} sees "
+            f"{strategy.num_replicas_in_sync} replica(s). Every process must see as many devices."
+        )
 
 
 def _require_same_options(session: Session, options: Options) -> None:
