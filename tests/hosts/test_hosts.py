@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.netlab import AGENT, lab
-from tests.jobs import ROOT, python, run_alone, run_mpi
+from tests.jobs import ROOT, python, run_alone
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
