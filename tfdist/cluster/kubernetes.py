@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -99,5 +99,5 @@ def _tf_job(job: Job) -> dict[str, Any]:
 
 
 def _replicas(count: int, container: dict[str, Any], restart: str = "Never") -> dict[str, Any]:
-    containers: Sequence[dict[str, Any]] = [container]
+    containers = [copy.deepcopy(container)]  # the same object twice would become a YAML anchor
     return {"replicas": count, "restartPolicy": restart, "template": {"spec": {"containers": containers}}}
