@@ -210,20 +210,34 @@ ONCE = (
     "jit-line",
     "compression-float16",
 )
-"""Cases that two processes run on horovod alone: what they show comes after the reduction, or does not depend on it."""
+"""Cases that horovod and one device alone run: what they show comes after the reduction, or does not depend on it."""
+NATIVE = (
+    *UNEVEN,
+    "mean-step",
+    "weight-penalty",
+    "clip-after-reduction",
+    "accumulate",
+    "dropout-repeats",
+    "augmentation",
+    "sparse-changing",
+    "not-a-number",
+    "compression-bfloat16",
+    "mean-of-halves",
+    "jit-net",
+    "early-stopping",
+    "actions",
+    "net",
+)
+"""Cases that two processes of multi_worker_mirrored run: its collectives or its variables have a part in them."""
 
 
 ONE_COPY = (
     "uneven-rows",
-    "no-weight",
     "accumulate-leftover",
     "overflow",
     "batch-norm-sync",
     "batch-norm-accumulated",
-    "dropout-repeats",
     "sparse-gradients",
-    "metrics",
-    "early-stopping",
     "several-optimizers",
     "net",
 )
@@ -238,7 +252,9 @@ def checked(backend: str, count: int) -> list[str]:
         return [name for name in CHECKED if CHECKED[name].asynchronous]
     if count > 2:
         return [name for name in CHECKED if name in (UNEVEN if count == 3 else FOUR)]
-    return [name for name in CHECKED if backend != "multi_worker_mirrored" or name not in ONCE]
+    if backend == "multi_worker_mirrored":
+        return [name for name in CHECKED if name in NATIVE]
+    return [name for name in CHECKED if backend != "mirrored" or count == 1 or name not in ONCE]
 
 
 def main(folder: Path, backend: str, replicas: list[int]) -> None:
