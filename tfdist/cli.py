@@ -198,7 +198,7 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
 
 _GROUPS = {
     "what and where": ("task", "task_args", "backend", "replicas", "report", "verbose", "quiet", "seed"),
-    "of single backends": ("parameter_servers", "max_in_flight", "sync_every", "collectives", "gpu_memory"),
+    "of single backends": ("parameter_servers", "max_in_flight", "sync_every", "collectives"),
     "how long": ("epochs", "steps", "global_batch_size", "accumulate", "shuffle_buffer"),
     "learning rate": (
         *("learning_rate", "lr_scaling", "lr_schedule", "warmup_steps", "warmup_epochs", "warmup_from_zero"),
@@ -210,7 +210,7 @@ _GROUPS = {
     ),
     "weights and layers": ("weight_decay", "weight_decay_exclude", "ema", "batch_norm"),
     "precision and speed": (
-        *("precision", "loss_scale", "loss_scale_growth", "jit", "steps_per_chunk", "intra_op_threads"),
+        *("precision", "loss_scale", "loss_scale_growth", "jit", "steps_per_chunk", "intra_op_threads", "gpu_memory"),
     ),
     "evaluation and its consequences": (
         *("validate_every", "monitor", "monitor_mode", "min_delta", "patience", "restore_best"),

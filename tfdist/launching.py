@@ -12,7 +12,7 @@ from tfdist.cluster.launch import address_host, members, specs, table
 from tfdist.cluster.supervise import Launch, supervise
 from tfdist.config import LaunchCommand, TrainCommand
 from tfdist.errors import UsageError
-from tfdist.strategies.table import BACKENDS
+from tfdist.strategies.table import BACKENDS, check_options
 
 __all__ = ["launch"]
 
@@ -34,6 +34,13 @@ def launch(command: LaunchCommand, train: TrainCommand, arguments: Sequence[str]
     backend = train.backend or "multi_worker_mirrored"  # as the processes choose it where there is TF_CONFIG
     kind = BACKENDS[backend]
     _check(backend, count, hosts, arguments, dry=command.dry_run != "no")
+    check_options(backend, train.options)
+    train.check_for(backend)
+    if train.replicas is not None and not kind.devices:
+        raise UsageError(
+            f"replicas={train.replicas} does not go with backend={backend!r}: its replicas are processes. Set "
+            "processes or hosts of tfdist launch instead."
+        )
     servers = (train.parameter_servers or 1) if kind.asynchronous else 0
     planned = members(hosts, servers)
     if command.dry_run == "kubernetes":

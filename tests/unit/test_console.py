@@ -179,3 +179,40 @@ def test_nothing_is_shown_by_the_others(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_which_console(visible: bool, width: int | None, kind: type[Console]) -> None:
     assert type(open_console(visible=visible, width=width)) is kind
+
+
+def plan_of(workers: int | None, examples: int, batch: int, epochs: int) -> Plan:
+    steps = -(-epochs * examples // batch) if workers else epochs * -(-examples // batch)
+    return Plan("x", 1, steps, -(-examples // batch), batch, examples, 1, workers=workers, epochs=epochs)
+
+
+@pytest.mark.parametrize(
+    ("workers", "examples", "batch", "ends"),
+    [
+        (None, 33, 32, [2, 4, 6, 8]),
+        (2, 33, 32, [2, 3, 4, 5]),  # after 33, 66, 99 and 132 examples
+        (2, 100, 8, [13, 25, 38, 50]),
+        (2, 64, 16, [4, 8, 12, 16]),
+    ],
+)
+def test_epochs_end_where_their_last_example_is(
+    workers: int | None, examples: int, batch: int, ends: list[int]
+) -> None:
+    plan = plan_of(workers, examples, batch, epochs=4)
+    assert plan.steps == ends[-1]
+    assert [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step)] == ends
+    assert [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step, 2)] == ends[1::2]
+    assert [plan.epoch(step) for step in ends] == [1, 2, 3, 4]
+    assert plan.next_end(0) == ends[0]
+    assert [plan.next_end(step) for step in ends[:-1]] == ends[1:]
+    assert plan.next_end(ends[0], 2) == ends[1]
+    assert plan.next_end(ends[2], 3) == plan.steps
+
+
+def test_several_short_epochs_may_end_in_one_step() -> None:
+    plan = plan_of(1, 10, 32, epochs=7)
+    assert [(step, plan.epoch(step)) for step in range(1, plan.steps + 1) if plan.ends_epoch(step)] == [
+        (1, 3),
+        (2, 6),
+        (3, 7),
+    ]

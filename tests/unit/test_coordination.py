@@ -125,8 +125,9 @@ def test_a_snapshot_keeps_the_values_of_one_moment(found: dict[str, Any]) -> Non
 class TestWorkersThatAreGone:
     """Looks at the workers are the test's, and so is the time."""
 
-    def wait(self, looks: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> int:
+    def wait(self, looks: list[list[int]], monkeypatch: pytest.MonkeyPatch, reason: str = "Connection refused") -> int:
         """How often it looked, where at each look these workers were there and 5 s had passed; then the result came."""
+        monkeypatch.setenv("TFDIST_START_SECONDS", "90")
         workers = ("a:1", "b:1")
         loop = CoordinatedLoop.__new__(CoordinatedLoop)
         loop._cluster = Cluster("c:1", ("s:1",), workers, "chief", 0)
@@ -137,11 +138,11 @@ class TestWorkersThatAreGone:
             now[0] += seconds
             return len(looked) == len(looks)
 
-        def unreachable(addresses: Any, seconds: float, *, listening: bool) -> dict[str, str]:
-            assert (addresses, listening) == (workers, True)
+        def unreachable(addresses: Any, seconds: float, *, serving: bool) -> dict[str, str]:
+            assert (addresses, serving) == (workers, True)
             there = next(answers)
             looked.append(there)
-            return {address: "refused" for i, address in enumerate(workers) if i not in there}
+            return {address: reason for i, address in enumerate(workers) if i not in there}
 
         monkeypatch.setattr(private_tf, "wait_for", wait_for)
         monkeypatch.setattr(coordination, "unreachable", unreachable)
@@ -153,17 +154,22 @@ class TestWorkersThatAreGone:
     def test_as_long_as_one_is_there_it_goes_on(self, there: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.wait([there] * 50, monkeypatch) == 50
 
-    def test_all_may_be_gone_for_a_minute(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        nobody: list[list[int]] = [[]] * 11
-        assert self.wait([*nobody, [0], *nobody], monkeypatch) == 23
+    def test_all_may_be_gone_until_new_ones_have_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nobody: list[list[int]] = [[]] * 17
+        assert self.wait([*nobody, [0], *nobody], monkeypatch) == 35
 
     def test_after_that_they_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EnvironmentProblem) as caught:
             self.wait([[]] * 20, monkeypatch)
         assert str(caught.value) == (
-            "no worker has answered for 60 s: worker 0 (a:1), worker 1 (b:1). Their output tells why; start the job "
-            "again."
+            "no worker has answered for 90 s: worker 0 (a:1), worker 1 (b:1). Their output tells why; start the job "
+            "again. (TFDIST_START_SECONDS sets how long to wait for new ones.)"
         )
+
+    def test_a_worker_that_is_stopped_is_named_though_others_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(EnvironmentProblem, match=r"^worker 1 \(b:1\) took a step and has not answered for 60 s"):
+            self.wait([[0]] * 20, monkeypatch, "timed out")
+        assert self.wait([[0]] * 11, monkeypatch, "timed out") == 11
 
 
 def test_a_parameter_server_that_has_gone_is_named() -> None:

@@ -99,18 +99,23 @@ class TestWatching:
     """What a server does whose chief may come late, stay and leave."""
 
     @staticmethod
-    def looks(there: list[bool], monkeypatch: pytest.MonkeyPatch) -> int:
-        """How many looks it took, of a chief that is there or not at each."""
+    def looks(there: list[bool | str], monkeypatch: pytest.MonkeyPatch) -> int:
+        """How many looks it took, of a chief that is there or not at each, or not for another reason than a refusal."""
         answers = iter(there)
         seen: list[float] = []
+        now = [0.0]
 
-        def unreachable(addresses: list[str], seconds: float, *, listening: bool) -> dict[str, str]:
-            assert (addresses, listening) == (["a:1"], True)
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        def unreachable(addresses: list[str], seconds: float, *, serving: bool) -> dict[str, str]:
+            assert (addresses, serving) == (["a:1"], True)
             seen.append(seconds)
-            return {} if next(answers) else {"a:1": "refused"}
+            answer = next(answers)
+            return {} if answer is True else {"a:1": answer or "Connection refused"}
 
         monkeypatch.setattr(parameter_server, "unreachable", unreachable)
-        monkeypatch.setattr(parameter_server, "time", types.SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr(parameter_server, "time", types.SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
         parameter_server._watch("a:1")
         assert seen[0] > 0 == sum(seen[1:]), "only the first look waits"
         return len(seen)
@@ -121,6 +126,14 @@ class TestWatching:
     ) -> None:
         there = [True, *before, *[False] * 5]
         assert self.looks([*there, True], monkeypatch) == len(there)
+
+    def test_a_network_that_is_away_for_a_while_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        there: list[bool | str] = [True, *["timed out"] * 50, True, *["No route to host"] * 50, True, *[False] * 5]
+        assert self.looks([*there, True], monkeypatch) == len(there)
+
+    def test_a_chief_that_says_nothing_for_long_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(EnvironmentProblem, match=r"the chief \(a:1\) has not answered for 60 s"):
+            self.looks([True, *["timed out"] * 100], monkeypatch)
 
     def test_a_chief_that_never_comes_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TFDIST_START_SECONDS", "7")

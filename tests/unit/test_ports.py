@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ import pytest
 from tests.jobs import free_ports
 from tfdist.cluster import ports
 from tfdist.cluster.channel import Alone
-from tfdist.cluster.ports import hold_port, meet, own_address, past_proxies, require_reachable, unreachable
+from tfdist.cluster.ports import (
+    hold_port,
+    meet,
+    own_address,
+    past_proxies,
+    require_free,
+    require_reachable,
+    unreachable,
+)
 from tfdist.errors import EnvironmentProblem
 
 HOST = socket.gethostname()
@@ -34,6 +43,25 @@ class Answering(Alone):
         return [value, *self.others]
 
 
+@contextlib.contextmanager
+def answering(server: socket.socket, answer: bytes = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) -> Iterator[str]:
+    """A server that answers each connection as a gRPC server begins; its address."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.close()
+
+
 class TestMeeting:
     def test_on_one_host_it_is_loopback(self) -> None:
         channel = Answering([HOST, "10.0.0.9", 2], [HOST, "10.0.0.9", 3])
@@ -51,43 +79,69 @@ class TestMeeting:
             assert os.environ["TF_GRPC_REUSE_PORT"] == "true"
             with pytest.raises(OSError, match="in use"):
                 socket.create_server(("127.0.0.1", port))
-            assert list(unreachable([f"127.0.0.1:{port}"], 0.1, listening=True)) == [f"127.0.0.1:{port}"]
+            assert list(unreachable([f"127.0.0.1:{port}"], 0.1, serving=True)) == [f"127.0.0.1:{port}"]
             server = socket.create_server(("", port), reuse_port=True)
-            with server:
-                assert unreachable([f"127.0.0.1:{port}"], 5, listening=True) == {}
+            with answering(server):
+                assert unreachable([f"127.0.0.1:{port}"], 5, serving=True) == {}
 
 
 class TestReaching:
     def test_a_host_is_there_where_nobody_listens_unless_somebody_must(self) -> None:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         assert unreachable([address], 20) == {}
-        assert unreachable([address], 0, listening=True) == {address: "Connection refused"}
+        assert unreachable([address], 0, serving=True) == {address: "Connection refused"}
 
-    def test_listeners_are_there_by_each_kind_of_address(self) -> None:
+    def test_servers_are_there_by_each_kind_of_address(self) -> None:
         with contextlib.ExitStack() as stack:
-            four = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            addresses = [f"127.0.0.1:{four}", f"localhost:{four}"]
+            four = socket.create_server(("127.0.0.1", 0))
+            port = four.getsockname()[1]
+            stack.enter_context(answering(four))
+            addresses = [f"127.0.0.1:{port}", f"localhost:{port}"]
             if socket.has_dualstack_ipv6():
-                six = stack.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6)).getsockname()[1]
-                addresses.append(f"[::1]:{six}")
-            assert unreachable(addresses, 20, listening=True) == {}
+                six = socket.create_server(("::1", 0), family=socket.AF_INET6)
+                addresses.append(f"[::1]:{six.getsockname()[1]}")
+                stack.enter_context(answering(six))
+            assert unreachable(addresses, 20, serving=True) == {}
+
+    @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["nothing", "another program"])
+    def test_who_only_listens_does_not_serve(self, answer: bytes) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, answering(server, answer):
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            assert unreachable([address], 0) == {}
+            assert list(unreachable([address], 0, serving=True)) == [address]
 
     def test_one_that_comes_in_time_is_waited_for(self) -> None:
         port = free_ports(1)[0]
-        servers = []
-        timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
-        timer.start()
-        assert unreachable([f"127.0.0.1:{port}"], 20, listening=True) == {}
-        timer.join()
-        servers[0].close()
+        with contextlib.ExitStack() as servers:
+            start = threading.Timer(
+                0.3, lambda: servers.enter_context(answering(socket.create_server(("127.0.0.1", port))))
+            )
+            start.start()
+            assert unreachable([f"127.0.0.1:{port}"], 20, serving=True) == {}
+            start.join()
 
     def test_those_that_are_not_there_share_the_time(self) -> None:
         free = [f"127.0.0.1:{port}" for port in free_ports(4)]
         start = time.monotonic()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            there = f"127.0.0.1:{server.getsockname()[1]}"
-            assert list(unreachable([*free, there, f"{NOWHERE}:1"], 0.5, listening=True)) == [*free, f"{NOWHERE}:1"]
+        with answering(socket.create_server(("127.0.0.1", 0))) as there:
+            found = list(unreachable([*free, there, f"{NOWHERE}:1"], 0.5, serving=True))
+            assert found == [*free, f"{NOWHERE}:1"]
         assert time.monotonic() - start < 20
+
+
+class TestOwnPort:
+    def test_a_free_port_will_do_and_one_that_a_launcher_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TF_GRPC_REUSE_PORT", raising=False)
+        require_free(Alone(), f"127.0.0.1:{free_ports(1)[0]}")
+        with hold_port() as held:
+            require_free(Alone(), f"127.0.0.1:{held.getsockname()[1]}")
+
+    def test_a_port_that_is_taken_is_told_to_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TF_GRPC_REUSE_PORT", raising=False)
+        with socket.create_server(("", 0)) as server:
+            own = f"127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(EnvironmentProblem, match=f"rank 0 cannot listen at its address {own}: Address already"):
+                require_free(Alone(), own)
 
 
 class TestRequiring:

@@ -62,14 +62,17 @@ def cause_of(error: BaseException) -> str:
     if python and "Traceback (most recent" in text:
         return python.group(1)
     telling = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
-    first = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", telling[0]) if telling else ""
+    first = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*|^\(\d+\) [A-Z_]+: ", "", telling[0]) if telling else ""
     return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 _PYTHON_ERROR = re.compile(
     r"^(?:\{\{.*?\}\}\s*)*([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning): .*)$", re.M
 )
-_NOISE = re.compile(r'Graph execution error|Detected at node|\s*File "|\s*\[\[|The error could be from a previous')
+_NOISE = re.compile(
+    r'Graph execution error|Detected at node|\s*File "|\s*\[\[|The error could be from a previous|'
+    r".*<stack traces unavailable>|\s*\d+ root error\(s\) found"
+)
 _PEER_GONE = re.compile(
     r"Connection reset by peer|Socket closed|failed to connect|Connection refused|has been shut down|"
     r"Collective ops is aborted|preempted|heartbeat",

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from tfdist.cluster.channel import Channel, shared
 from tfdist.errors import EnvironmentProblem
 
-__all__ = ["hold_port", "meet", "own_address", "past_proxies", "require_reachable", "unreachable"]
+__all__ = ["hold_port", "meet", "own_address", "past_proxies", "require_free", "require_reachable", "unreachable"]
 
 _REACH_SECONDS = 20.0
+_PROBE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
@@ -67,29 +68,75 @@ def require_reachable(channel: Channel, addresses: Sequence[str]) -> None:
             )
 
 
-def unreachable(addresses: Sequence[str], seconds: float, *, listening: bool = False) -> dict[str, str]:
+def unreachable(addresses: Sequence[str], seconds: float, *, serving: bool = False) -> dict[str, str]:
     """Those of the addresses whose host does not answer in time, with the reason.
 
     Args:
-        listening: whether somebody must listen at the port, too.
+        serving: whether a gRPC server must answer there, too. (The system takes connections for a process that is
+            stopped, and another program may listen.)
     """
     deadline = time.monotonic() + seconds
     reasons: dict[str, str] = {}
     for address in addresses:
         host, _, port = address.rpartition(":")
         while True:
-            left = max(0.2, deadline - time.monotonic())
+            left = max(_PROBE_SECONDS, deadline - time.monotonic())
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+                with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as connection:
+                    if serving:
+                        _require_grpc(connection)
                 break
             except OSError as error:
-                if isinstance(error, ConnectionRefusedError) and not listening:
+                if isinstance(error, ConnectionRefusedError) and not serving:
                     break
                 if time.monotonic() >= deadline:
                     reasons[address] = error.strerror or str(error) or type(error).__name__
                     break
                 time.sleep(0.1)
     return reasons
+
+
+def _require_grpc(connection: socket.socket) -> None:
+    """Raises OSError where nobody answers as HTTP/2 servers do (RFC 9113, 3.4): with a frame of settings."""
+    connection.settimeout(_PROBE_SECONDS)
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+    answer = b""
+    while len(answer) < 9:
+        part = connection.recv(9 - len(answer))
+        if not part:
+            raise ConnectionError("the connection is closed")
+        answer += part
+    if answer[3] != 4:
+        raise ConnectionError("another program answers there")
+
+
+def require_free(channel: Channel, own: str) -> None:
+    """Check that each rank can listen at its own address.
+
+    Raises:
+        EnvironmentProblem: names the first that cannot, and why; on every rank.
+    """
+    port = int(own.rpartition(":")[2])
+    reason = None
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if "TF_GRPC_REUSE_PORT" in os.environ:  # a launcher's agent holds the port for us
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if tried.family == socket.AF_INET6:
+            tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            tried.bind(("", port))
+            tried.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+    for rank, problem in enumerate(channel.exchange("the own port", [own, reason])):
+        if problem[1] is not None:
+            raise shared(
+                EnvironmentProblem(
+                    f"rank {rank} cannot listen at its address {problem[0]}: {problem[1]}. End what listens there, or "
+                    "give it another port in TF_CONFIG."
+                )
+            )
 
 
 def past_proxies(addresses: Sequence[str]) -> None:

@@ -43,6 +43,10 @@ def how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+_USAGE_ERROR = 2
+"""Exit code of a process whose settings or task cannot be used."""
+
+
 class Watch:
     """Follows the processes of one job.
 
@@ -103,6 +107,8 @@ class Watch:
             self._due.clear()
         elif self._chief_done_at is not None:
             return
+        elif member.role == "worker" and code == _USAGE_ERROR:
+            self._fail(member, code)  # and would again
         elif member.role == "worker" and code != 0:
             self._lost_worker(member, code, now)
         elif code != 0:

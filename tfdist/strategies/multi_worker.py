@@ -14,7 +14,7 @@ from tfdist.cluster.channel import Alone, Channel
 from tfdist.cluster.devices import take_devices
 from tfdist.cluster.ending import end_together
 from tfdist.cluster.identity import TfConfig
-from tfdist.cluster.ports import hold_port, meet, past_proxies, require_reachable
+from tfdist.cluster.ports import hold_port, meet, past_proxies, require_free, require_reachable
 from tfdist.cluster.variables import agree_on_variable, variable_path
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.creating import creating
@@ -121,6 +121,7 @@ def open_multi_worker(place: Place) -> MultiWorkerMirrored:
             else:
                 spec, kind, index = _of_tf_config(identity.tf_config)
                 addresses = list(identity.tf_config.workers)
+                require_free(channel, addresses[identity.rank])
             past_proxies(addresses)
             require_reachable(channel, addresses)
             resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import socket
@@ -33,7 +34,8 @@ from tfdist.strategies.table import Place
 __all__ = ["Cluster", "ParameterServer", "cluster_of", "open_parameter_server"]
 
 _WATCH_SECONDS = 1.0
-_GONE_AFTER = 5  # times in a row that the chief did not listen
+_GONE_AFTER = 5  # times in a row that the chief's host refused the connection
+_SILENT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Cluster:
         """As in `worker 1`."""
         role, index = _role(rank, len(self.servers))
         return f"{role} {index}"
+
+    @property
+    def own(self) -> str:
+        """This process's address."""
+        return {"chief": (self.chief,), "ps": self.servers, "worker": self.workers}[self.role][self.index]
 
     @property
     def spec(self) -> tf.train.ClusterSpec:
@@ -101,7 +108,7 @@ def open_parameter_server(place: Place) -> ParameterServer | Callable[[], None]:
         if identity.tf_config is None and gpus:
             _own_gpus(gpus, identity, channel, cluster)
         channel.exchange("the servers are up", None)
-        missing = unreachable([*cluster.servers, *cluster.workers], start_seconds(), listening=True)
+        missing = unreachable([*cluster.servers, *cluster.workers], start_seconds(), serving=True)
         if missing:
             raise EnvironmentProblem(_missing(cluster, missing))
         show_gpus([], grow=True)  # the chief only evaluates, beside a worker on its host
@@ -184,7 +191,8 @@ def _start_server(cluster: Cluster, place: Place, gpus: list[int]) -> tf.distrib
         )
     except tf.errors.OpError as error:
         raise EnvironmentProblem(
-            f"{cluster.role} {cluster.index} cannot listen at its address: {str(error).splitlines()[0]}"
+            f"{cluster.role} {cluster.index} cannot listen at its address {cluster.own}: "
+            f"{str(error).splitlines()[0]}. End what listens there, or give it another port."
         ) from None
 
 
@@ -200,15 +208,21 @@ def _serve(server: tf.distribute.Server, cluster: Cluster, channel: Channel) -> 
 
 def _watch(chief: str) -> None:
     """Until the chief, which must come in time, listens no longer."""
-    if unreachable([chief], start_seconds(), listening=True):
+    if unreachable([chief], start_seconds(), serving=True):
         raise EnvironmentProblem(
             f"the chief ({chief}) did not come within {start_seconds():g} s. Look at its output, and whether this host "
             f"reaches that one; {START_SECONDS} sets how long to wait."
         )
-    failures = 0
-    while failures < _GONE_AFTER:
-        time.sleep(_WATCH_SECONDS if not failures else 0.2)
-        failures = failures + 1 if unreachable([chief], 0.0, listening=True) else 0
+    refused, seen = 0, time.monotonic()
+    while refused < _GONE_AFTER and time.monotonic() - seen < _SILENT_SECONDS:
+        time.sleep(0.2 if refused else _WATCH_SECONDS)
+        reason = unreachable([chief], 0.0, serving=True).get(chief)
+        if reason is None:
+            refused, seen = 0, time.monotonic()
+        else:  # a host whose process has ended refuses; one that a network hides for a while says nothing
+            refused = refused + 1 if reason == os.strerror(errno.ECONNREFUSED) else 0
+    if refused < _GONE_AFTER:
+        raise EnvironmentProblem(f"the chief ({chief}) has not answered for {_SILENT_SECONDS:g} s.")
 
 
 def _missing(cluster: Cluster, reasons: dict[str, str]) -> str:

@@ -27,6 +27,8 @@ class Plan:
     accumulate: int = 1
     workers: int | None = None
     """Of an asynchronous run."""
+    epochs: int | None = None
+    """Of a run that is counted in epochs."""
 
     def headline(self) -> str:
         """One line for the start of a run."""
@@ -39,9 +41,38 @@ class Plan:
             f"({examples}), {self.threads} intra-op thread(s)"
         )
 
+    def end_of_epoch(self, epoch: int) -> int:
+        """The step at which an epoch ends, where epochs can be counted."""
+        if self.workers is not None:  # batches of an asynchronous run go on over the end of an epoch
+            assert self.examples is not None
+            return -(-epoch * self.examples // self.global_batch_size)
+        assert self.steps_per_epoch is not None
+        return epoch * self.steps_per_epoch
+
     def epoch(self, step: int) -> int | None:
-        """The epoch that a step belongs to, from 1; None where epochs cannot be counted."""
-        return -(-step // self.steps_per_epoch) if self.steps_per_epoch else None
+        """The epoch that a step belongs to, from 1, or whose end it holds; None where epochs cannot be counted."""
+        if not self.steps_per_epoch:
+            return None
+        if self.workers is None:
+            return -(-step // self.steps_per_epoch)
+        assert self.examples is not None
+        epoch = max(1, step * self.global_batch_size // self.examples)
+        epoch = epoch if self.end_of_epoch(epoch) >= step else epoch + 1
+        return epoch if self.epochs is None else min(epoch, self.epochs)
+
+    def ends_epoch(self, step: int, every: int = 1) -> bool:
+        """Whether an epoch ends at a step, whose number is a multiple of `every`."""
+        epoch = self.epoch(step)
+        return epoch is not None and epoch % every == 0 and self.end_of_epoch(epoch) == step
+
+    def next_end(self, step: int, every: int = 1) -> int:
+        """The next step after one at which such an epoch ends; the last step where epochs cannot be counted."""
+        if not self.steps_per_epoch:
+            return self.steps
+        epoch = (self.epoch(step) or 0) // every * every
+        while self.end_of_epoch(epoch) <= step:
+            epoch += every
+        return min(self.steps, self.end_of_epoch(epoch))
 
     def position(self, step: int) -> str:
         """Where a step is, as in `epoch 2/10 step 46/230`."""

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdist import private_tf
 from tfdist.cluster.ports import unreachable
+from tfdist.cluster.tcp_channel import START_SECONDS, start_seconds
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.parameter_server import ParameterServer
 from tfdist.training.chunk import Chunk, columns, row, width
@@ -31,8 +32,8 @@ from tfdist.training.step import TrainingStep
 
 __all__ = ["CoordinatedLoop", "Snapshot"]
 
-_PATIENCE_SECONDS = 60.0
-"""How long training goes on without a single worker, which may be on its way back."""
+_STUCK_SECONDS = 60.0
+"""How long a worker may say nothing while its host takes connections, or does not answer at all."""
 
 
 class CoordinatedLoop:
@@ -72,6 +73,7 @@ class CoordinatedLoop:
             self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
             """How many steps have been applied, a variable on a parameter server."""
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._let_go()  # there is one for each strategy, which keeps the error of an earlier run
         # A worker that has read the last one may still get a step before it, of a worker that died.
         self._batches = batches.repeat()
         self._iterator = self._pipelines()
@@ -104,6 +106,7 @@ class CoordinatedLoop:
             self.updates_passed.append(passed)
             self._in_chunk += 1
             if columns(entry[np.newaxis], np.zeros(1), self._step.parts).halted:
+                self._let_go()
                 break
         return columns(np.array(series), np.array(seconds), self._step.parts)
 
@@ -130,6 +133,11 @@ class CoordinatedLoop:
             "updates": int(self.updates.numpy()),
             "staleness": {"mean": sum(passed) / max(1, len(passed)), "max": max(passed, default=0)},
         }
+
+    def _let_go(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        with contextlib.suppress(Exception):
+            self._coordinator.join()
 
     def _pipelines(self) -> Any:
         return iter(self._coordinator.create_per_worker_dataset(self._batches))
@@ -159,17 +167,26 @@ class CoordinatedLoop:
             result = self._schedule_one(number)
 
     def _wait(self, result: Any) -> None:
-        seen = time.monotonic()
+        """Until a step is done. Raises EnvironmentProblem where that cannot come: no worker, or one that is stuck."""
+        last = dict.fromkeys(self.workers, time.monotonic())  # when each answered
         while not private_tf.wait_for(result, 5.0):
-            gone = unreachable(self.workers, 0.0, listening=True)
-            if len(gone) < len(self.workers):
-                seen = time.monotonic()
-            elif time.monotonic() - seen > _PATIENCE_SECONDS:
-                places = ", ".join(f"worker {i} ({address})" for i, address in enumerate(gone))
+            now = time.monotonic()
+            gone = unreachable(self.workers, 0.0, serving=True)
+            last |= {address: now for address in self.workers if address not in gone}
+            stuck = [a for a, reason in gone.items() if "refused" not in reason and now - last[a] > _STUCK_SECONDS]
+            if stuck:
                 raise EnvironmentProblem(
-                    f"no worker has answered for {_PATIENCE_SECONDS:g} s: {places}. Their output tells why; start the "
-                    "job again."
+                    f"{self._named(stuck)} took a step and has not answered for {_STUCK_SECONDS:g} s, though its host "
+                    "does or did: it is stopped, or cut off. End it, and start the job again."
                 )
+            if all(now - seen > start_seconds() for seen in last.values()):
+                raise EnvironmentProblem(
+                    f"no worker has answered for {start_seconds():g} s: {self._named(self.workers)}. Their output "
+                    f"tells why; start the job again. ({START_SECONDS} sets how long to wait for new ones.)"
+                )
+
+    def _named(self, addresses: Sequence[str]) -> str:
+        return ", ".join(f"worker {self.workers.index(address)} ({address})" for address in addresses)
 
     def _run(self, iterator: Any, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Runs on a worker (traced): the step's entry, and (updates that passed, whether this was its batch)."""
@@ -188,7 +205,7 @@ class CoordinatedLoop:
             entry = row(result)
             with tf.control_dependencies([entry]):
                 passed = self.updates.read_value() - before
-            applied = ~result.halt & ~result.skipped
+            applied = ~result.halt & ~result.skipped & tf.reduce_any(self._step.divisors(result.tally) > 0)
             with tf.control_dependencies([passed]):
                 self.updates.assign_add(tf.cast(applied, tf.int64))
             return entry, tf.stack([passed, tf.ones_like(passed)])

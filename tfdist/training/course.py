@@ -76,10 +76,12 @@ class Course:
             NonFiniteError: a step was not finite, and the settings say to stop.
             UsageError: a step's weights or its learning rate cannot be used.
         """
-        per_epoch = self._plan.steps_per_epoch or 0
-        per_evaluation = self._settings.validate_every * per_epoch
+        plan, every = self._plan, self._settings.validate_every
+        # Local steps are averaged at the end of a chunk, which must not depend on who looks on.
+        by_epoch = bool(self._actions) or self._settings.sync_every is not None
         while self.step < self._plan.steps and self.stopped is None:
-            due = self._next(per_evaluation, per_epoch if self._actions else 0)
+            due = min(plan.next_end(self.step, every) if every else plan.steps, plan.steps)
+            due = min(due, plan.next_end(self.step)) if by_epoch else due
             self._in_chunk = True
             steps = min(self._settings.chunk, due - self.step)
             ahead = 0 if self._actions else due - self.step - steps  # an action may stop the run after any chunk
@@ -93,9 +95,9 @@ class Course:
             rate = float(chunk.rows.sum() / chunk.seconds.sum())
             self._console.progress(self.step, float(chunk.losses[-1].sum()), rate, float(chunk.rates[-1, 0]))
             self._act("chunk")
-            if self._ends or (per_evaluation and self.step % per_evaluation == 0):
+            if self._ends or (every and plan.ends_epoch(self.step, every)):
                 self._evaluate_all()
-            if per_epoch and self.step % per_epoch == 0:
+            if plan.ends_epoch(self.step):
                 self._act("epoch")
             if self._ends and self._evaluated != self.step:  # an action has asked to stop just now
                 self._evaluate_all()
@@ -113,10 +115,6 @@ class Course:
     @property
     def _ends(self) -> bool:
         return self.step == self._plan.steps or self.stopped is not None
-
-    def _next(self, *periods: int) -> int:
-        """The next step at which something is due: the last one, or a multiple of a period (0: never)."""
-        return min([self._plan.steps, *((self.step // period + 1) * period for period in periods if period)])
 
     def _evaluate_all(self) -> None:
         self._evaluated = self.step

@@ -60,7 +60,9 @@ class LocalSgdLoop(TrainingLoop):
             flags = [tf.cast(value, tf.float32) for value in (result.penalty, result.skipped, result.halt)]
             entry = tf.concat([result.tally, result.rates, tf.stack(flags)], 0)
             applied = tf.cast(~result.halt & ~result.skipped, tf.float32)
-            weights = tf.concat([self._step.divisors(result.tally), [result.rows]], 0)
+            divisors = self._step.divisors(result.tally)
+            stored = tf.cast(tf.reduce_any(divisors > 0), tf.float32)
+            weights = tf.concat([divisors, [stored * result.rows]], 0)
             with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import UsageError
@@ -37,7 +38,8 @@ class PartitionedEmbedding(keras.layers.Layer):
             input_dim: ids are 0 to `input_dim - 1`; one outside gives an error on a CPU.
             output_dim: numbers in a row.
             partitions: pieces of the table; the first `input_dim mod partitions` hold one row more.
-            embeddings_initializer: fills each piece by itself, with another seed for each.
+            embeddings_initializer: fills each piece by itself, with another seed for each. Where it is a function, that
+                must not give the same numbers each time.
             mask_zero: whether id 0 is padding.
 
         Raises:
@@ -45,11 +47,11 @@ class PartitionedEmbedding(keras.layers.Layer):
         """
         super().__init__(**kwargs)
         for name, value in (("input_dim", input_dim), ("output_dim", output_dim), ("partitions", partitions)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise UsageError(f"{name}={value!r} of PartitionedEmbedding must be a whole number, 1 or more.")
         if partitions > input_dim:
             raise UsageError(f"partitions={partitions} of PartitionedEmbedding is more than its {input_dim} rows.")
-        self.input_dim, self.output_dim, self.partitions = input_dim, output_dim, partitions
+        self.input_dim, self.output_dim, self.partitions = int(input_dim), int(output_dim), int(partitions)
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
         self.supports_masking = mask_zero
         self.mask_zero = mask_zero
@@ -91,8 +93,11 @@ class PartitionedEmbedding(keras.layers.Layer):
         }
 
     def _initializer(self, piece: int) -> Any:
-        """One that draws other numbers for each piece, where it draws at all."""
-        config = self.embeddings_initializer.get_config()
-        if not isinstance(config.get("seed"), int):
-            return self.embeddings_initializer
-        return type(self.embeddings_initializer).from_config(config | {"seed": config["seed"] + piece})
+        """One that draws other numbers for each piece: the same initializer would draw the same again."""
+        initializer = self.embeddings_initializer
+        if not isinstance(initializer, keras.initializers.Initializer):
+            return initializer  # a function, which may do as it likes
+        seed = getattr(initializer, "seed", None)
+        if not isinstance(seed, int):
+            return initializer
+        return type(initializer).from_config(initializer.get_config() | {"seed": seed + piece})

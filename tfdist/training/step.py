@@ -281,7 +281,8 @@ class TrainingStep:
             state=combined(self.local.updated, sums.state, state, present),
             penalty=penalty + tf.reduce_sum(tf.math.divide_no_nan(penalties, divisors)),
             finite=finite,
-            has_weight=weights > 0,
+            # A replica by itself also counts examples of weight 0 where their number is what divides.
+            has_weight=(weights if self.settings.sync_every is None else divisors) > 0,
             tally=tally,
         )
 

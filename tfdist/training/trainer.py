@@ -268,6 +268,7 @@ class Trainer:
             global_batch_size=self.global_batch_size,
             accumulate=accumulate,
             workers=len(self._loop.workers) if isinstance(self._loop, CoordinatedLoop) else None,
+            epochs=None if self.settings.steps is not None else self._epochs,
             examples=train.size,
             threads=self.session.intra_op_threads,
         )
