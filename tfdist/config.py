@@ -45,8 +45,8 @@ class Settings:
     max_in_flight: int | None = None
     """Steps that may be under way at a time, on parameter_server. Unset: 4 for each worker."""
     sync_every: int | None = None
-    """On horovod: train each replica by itself, and average weights and optimizer state after every so many steps.
-    Unset: reduce the gradients of every step."""
+    """On horovod: train each replica by itself, and average weights and optimizer state after every so many steps of an
+    epoch, and at its end. Unset: reduce the gradients of every step."""
     collectives: Literal["auto", "ring", "nccl"] = "auto"
     """How multi_worker_mirrored reduces: as TensorFlow chooses, by its own ring, or by NCCL between GPUs."""
     gpu_memory: Literal["grow", "all"] = "grow"
