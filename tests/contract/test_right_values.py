@@ -27,7 +27,8 @@ ONE = [("one_device", 1)]
 TWO = [("mirrored", 2), ("horovod", 2), ("multi_worker_mirrored", 2)]
 CHECK_ALONE = [("central_storage", 2), ("parameter_server", 2)]
 """Which run cases of `tfdist check` and no others."""
-MORE = [("mirrored", 3), ("mirrored", 4), ("horovod", 4), ("multi_worker_mirrored", 4)]
+MORE = [("mirrored", 3), ("mirrored", 4), ("horovod", 4)]
+"""multi_worker_mirrored has three and four replicas in test_hosts.py and test_launch_command.py."""
 
 Result = dict[str, Any]
 
