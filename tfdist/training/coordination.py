@@ -27,7 +27,7 @@ from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.parameter_server import ParameterServer
 from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.private_keras import count_atomically
-from tfdist.training.randomness import refuse_stateful
+from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.step import TrainingStep
 
 __all__ = ["CoordinatedLoop", "Snapshot"]
@@ -81,12 +81,7 @@ class CoordinatedLoop:
         own = iter(self._batches)
         with strategy.scope(), private_tf.traced_for_workers(strategy):
             self._compiled = tf.function(self._run).get_concrete_function(own, tf.constant(0, tf.int64))
-        refuse_stateful(
-            self._compiled.graph,
-            "train_step",
-            "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own "
-            "SeedGenerator.",
-        )
+        refuse_stateful(self._compiled.graph, *OF_A_STEP)
 
     def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
         """Do `steps` steps, and begin up to `ahead` of those that follow.

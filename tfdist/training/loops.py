@@ -18,7 +18,7 @@ from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
 from tfdist.training.private_keras import mask_of
-from tfdist.training.randomness import refuse_stateful
+from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, in_float32, unpack
@@ -57,12 +57,7 @@ class TrainingLoop:
         with strategy.scope():
             start = tf.constant(0, tf.int64)
             self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1), start)
-        refuse_stateful(
-            self._compiled.graph,
-            "train_step",
-            "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own "
-            "SeedGenerator.",
-        )
+        refuse_stateful(self._compiled.graph, *OF_A_STEP)
 
     def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
         """Do `steps` steps, or fewer where training cannot go on. `iterator` is like the one that it was built with.

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 
-__all__ = ["is_seed", "moved_on", "refuse_stateful", "seed_of_replica"]
+__all__ = ["OF_A_STEP", "is_seed", "moved_on", "refuse_stateful", "seed_of_replica"]
 
 _STRIDE = 0x9E3779B9
 
@@ -47,6 +47,13 @@ _STATEFUL = {
     "TruncatedNormal",
     "UniformCandidateSampler",
 }
+
+
+OF_A_STEP = (
+    "train_step",
+    "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own SeedGenerator.",
+)
+"""What `refuse_stateful` says of a compiled step."""
 
 
 def is_seed(variable: keras.Variable) -> bool:
