@@ -51,7 +51,8 @@ _STATEFUL = {
 
 OF_A_STEP = (
     "train_step",
-    "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own SeedGenerator.",
+    "Use tf.random.stateless_normal and the like with seed=replica.seed(), or a Keras layer with its own "
+    "SeedGenerator.",
 )
 """What `refuse_stateful` says of a compiled step."""
 
