@@ -80,8 +80,9 @@ class Course:
         # Local steps are averaged at the end of a chunk, which must not depend on who looks on.
         by_epoch = bool(self._actions) or self._settings.sync_every is not None
         while self.step < self._plan.steps and self.stopped is None:
-            due = min(plan.next_end(self.step, every) if every else plan.steps, plan.steps)
-            due = min(due, plan.next_end(self.step)) if by_epoch else due
+            due = plan.next_end(self.step, every) if every else plan.steps
+            if by_epoch:
+                due = min(due, plan.next_end(self.step))
             self._in_chunk = True
             steps = min(self._settings.chunk, due - self.step)
             ahead = 0 if self._actions else due - self.step - steps  # an action may stop the run after any chunk
