@@ -12,6 +12,7 @@ import sys
 import time
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import docstring_parser
@@ -197,7 +198,7 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
 
 
 _GROUPS = {
-    "what and where": ("task", "task_args", "backend", "replicas", "report", "verbose", "quiet", "seed"),
+    "what and where": ("task", "task_args", "backend", "replicas", "report", "export", "verbose", "quiet", "seed"),
     "of single backends": ("parameter_servers", "max_in_flight", "sync_every", "collectives"),
     "how long": ("epochs", "steps", "global_batch_size", "accumulate", "shuffle_buffer"),
     "learning rate": (
@@ -215,8 +216,14 @@ _GROUPS = {
     "evaluation and its consequences": (
         *("validate_every", "monitor", "monitor_mode", "min_delta", "patience", "restore_best"),
     ),
+    "checkpoints and faults": (
+        *("checkpoint_dir", "save_every", "keep", "keep_best", "resume", "init_from", "stop_after_steps"),
+        *("check_every", "stall_timeout"),
+    ),
 }
 """In which the flags of `tfdist train` are shown."""
+
+_METAVARS = {str: "WORD", int: "N", Path: "PATH"}
 
 _COMMANDS: dict[str, type[Any]] = {"train": TrainCommand, "launch": LaunchCommand, "check": CheckCommand}
 
@@ -262,7 +269,7 @@ def _command_parser(command: type, description: str) -> jsonargparse.ArgumentPar
         if kind is bool:
             option["action"] = "store_true"
         elif typing.get_origin(kind) is tuple:
-            metavar = "NAME=VALUE" if field.name == "task_args" else "WORD" if str in typing.get_args(kind) else "N"
+            metavar = "NAME=VALUE" if field.name == "task_args" else _METAVARS[typing.get_args(kind)[0]]
             option |= {"type": typing.get_args(kind)[0], "nargs": "+", "metavar": metavar}
             option["default"] = list(getattr(command, field.name))
             if field.name == "task_args":

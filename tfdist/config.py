@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import typing
 from pathlib import Path
@@ -13,7 +14,7 @@ from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
-__all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate"]
+__all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate", "save_interval"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,27 @@ class Settings:
     restore_best: bool = False
     """End with the weights of the best evaluation."""
 
+    checkpoint_dir: str | None = None
+    """Save checkpoints in this folder, and go on from the newest one there (see resume)."""
+    save_every: str | None = None
+    """How often to save: a number of steps, as 100, or a time, as 30s, 10m or 1h. Unset: at the end of each epoch. The
+    end of the run is always saved."""
+    keep: int = 3
+    """Newest checkpoints to keep; older ones are deleted."""
+    keep_best: str | None = None
+    """Also keep the checkpoint whose evaluation was the best, as split/metric."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of checkpoint_dir, if there is one; never: begin anew, in a folder without
+    checkpoints; or the path of a checkpoint."""
+    init_from: str | None = None
+    """Begin with the weights of this .keras file or checkpoint, and with nothing else of it."""
+    stop_after_steps: int | None = None
+    """Save, report and end after so many steps of this start; the next start goes on."""
+    check_every: int = 1000
+    """Compare checksums of the weights over all replicas after every so many steps; 0: only at the end."""
+    stall_timeout: float = 600.0
+    """End the job where a process makes no step for so many seconds, and say where it was; 0: never."""
+
     quiet: bool = False
     """Print nothing but errors."""
     steps_per_chunk: int = 10
@@ -131,7 +153,7 @@ class Settings:
         for name in settings:
             if name not in known:
                 raise UsageError(f"{name}={settings[name]!r} is not a setting.{closest(name, known)}")
-        return cls(**settings)
+        return cls(**{n: os.fspath(v) if isinstance(v, os.PathLike) else v for n, v in settings.items()})
 
     def __post_init__(self) -> None:
         kinds = typing.get_type_hints(Settings)
@@ -150,6 +172,7 @@ class Settings:
                 raise UsageError(f"{name}={value!r} must be at least {low} and below {high}.")
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
+        save_interval(self.save_every)
         self._no_contradictions()
 
     def _no_contradictions(self) -> None:
@@ -167,8 +190,10 @@ class Settings:
             "loss_scale_growth": (scaled, "precision='float16'"),
             "plateau_factor": (self.plateau_patience is not None, "plateau_patience"),
             "min_delta": (any(watches), "patience, plateau_patience or restore_best"),
-            "monitor_mode": (any(watches), "patience, plateau_patience or restore_best"),
+            "monitor_mode": (any(watches) or self.keep_best, "patience, plateau_patience, restore_best or keep_best"),
         }
+        saves = (self.checkpoint_dir is not None, "checkpoint_dir")
+        partners |= dict.fromkeys(("save_every", "keep", "keep_best", "stop_after_steps"), saves)
         for name, (has_partner, partner) in partners.items():
             if getattr(self, name) != getattr(Settings, name) and not has_partner:
                 raise UsageError(f"{name}={getattr(self, name)!r} has no effect without {partner}. Set that, too.")
@@ -284,6 +309,9 @@ _LIMITS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**32 - 1),
     "shuffle_buffer": (0, 2**63 - 1),
     "validate_every": (0, 2**31 - 1),
+    "keep": (1, 2**31 - 1),
+    "stop_after_steps": (1, 2**63 - 1),
+    "check_every": (0, 2**63 - 1),
 }
 _POSITIVE = ("clip_value", "clip_norm", "clip_global_norm", "loss_scale", "plateau_factor")
 _RANGES: dict[str, tuple[float, float]] = {
@@ -291,6 +319,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ema": (0.0, 1.0),
     "plateau_factor": (0.0, 1.0),
     "min_delta": (0.0, math.inf),
+    "stall_timeout": (0.0, math.inf),
 }
 _EXCLUSIVE = [
     (("epochs", "steps"), "each says when to end"),
@@ -311,6 +340,9 @@ class TrainCommand(Settings):
     """Fields of the task to set, as name=value."""
     report: Path | None = None
     """Write what was done and measured to this JSON file."""
+    export: tuple[Path, ...] = ()
+    """Write the trained model to these files, whose names end in .keras, or folders, as SavedModels. Both load without
+    tfdist."""
     verbose: bool = False
     """Print the resolved cluster and what was set for it."""
 
@@ -381,6 +413,19 @@ def learning_rate(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"learning_rate={value!r} must be a finite number, 0 or more.")
     return float(value)
+
+
+def save_interval(value: str | None) -> tuple[int | None, float | None]:
+    """What `save_every` means: a number of steps, or of seconds. Raises UsageError where it is neither."""
+    if value is None:
+        return None, None
+    match = re.fullmatch(r"([0-9]{1,15})([smh]?)", value)
+    if match is None or int(match[1]) == 0:
+        raise UsageError(
+            f"save_every={value!r} must be a number of steps, as 100, or a time, as 30s, 10m or 1h; above 0."
+        )
+    number, unit = int(match[1]), match[2]
+    return (None, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, None)
 
 
 def _of_kind(name: str, value: Any, kind: Any) -> None:

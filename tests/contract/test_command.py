@@ -185,7 +185,7 @@ def test_bad_flags_end_the_processes(ranks: int, flags: list[str]) -> None:
 def test_a_launcher_whose_processes_do_not_find_each_other_is_refused() -> None:
     alone = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     job = run_alone(TRAIN, "--steps", "1", env=alone)
-    assert job.code == 1, job.output
+    assert job.code == 3, job.output
     assert "the launcher says rank 0 of 2 processes, but MPI says rank 0 of 1" in ours(job)[-1]
 
 
@@ -200,7 +200,7 @@ def test_without_horovod_the_other_backends_run(tmp_path: Path) -> None:
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     job = run_mpi(2, TRAIN, "--steps", "1", env=environment)
-    assert job.code == 1, job.output
+    assert job.code == 3, job.output
     assert len(ours(job)) == 1
     assert "Horovod is not installed" in ours(job)[0]
     assert "python -m hvd_backend.build" in ours(job)[0]

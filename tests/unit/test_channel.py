@@ -137,7 +137,7 @@ def test_where_one_fails_all_name_it(ranks: list[dict[str, Any]]) -> None:
 
 def test_where_several_fail_the_lowest_counts(ranks: list[dict[str, Any]]) -> None:
     error = raised_by_all(ranks, "two_fail")
-    assert (error["kind"], error["exit_code"]) == ("EnvironmentProblem", 1)
+    assert (error["kind"], error["exit_code"]) == ("EnvironmentProblem", 3)
     assert error["message"] == f"rank 1 of 3 (host {HOST}): of rank 1"
 
 
