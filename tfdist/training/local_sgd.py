@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.training.chunk import width
 from tfdist.training.loops import TrainingLoop
 from tfdist.training.reduction import sum_over_replicas
+from tfdist.training.step import ADDED
 
 __all__ = ["LocalSgdLoop"]
 
@@ -38,8 +39,9 @@ class LocalSgdLoop(TrainingLoop):
             with tf.control_dependencies([rows]):
                 clocks = tf.concat([clocks[: n - 1], [tf.timestamp()]], 0)
             halted = rows[:, 2 * self._step.parts + 3] > 0
-            go_on = ~tf.reduce_any(halted)
-            done += tf.where(go_on, n, tf.argmax(halted, output_type=tf.int32) + 1)
+            stops = tf.reduce_any(halted)
+            done += tf.where(stops, tf.argmax(halted, output_type=tf.int32) + 1, n)
+            go_on = ~stops & (tf.reduce_max(rows[:, 2 * self._step.parts + 6]) <= 0)  # a whole round, then
             places = tf.range(i, i + n)
             return i + n, done, go_on, series.scatter(places, rows), times.scatter(places, clocks)
 
@@ -110,7 +112,7 @@ class LocalSgdLoop(TrainingLoop):
     def _rows(self, own: tf.Tensor, replicas: int) -> tf.Tensor:
         """The rows of `chunk.row`, from the sums of all replicas' rows."""
         parts = self._step.parts
-        tally, rates, flags = tf.split(own, [self._step.local.layout.length + 3, parts, 3], axis=1)
+        tally, rates, flags = tf.split(own, [self._step.local.layout.length + ADDED, parts, 3], axis=1)
         told = self._step.told(tally)
         alone = tf.stack([flags[:, 0] / replicas, told.rows, flags[:, 1], flags[:, 2]], 1)
-        return tf.concat([told.losses, rates / replicas, alone, told.suspects, told.faults], 1)
+        return tf.concat([told.losses, rates / replicas, alone, told.suspects, told.leave[:, None], told.faults], 1)

@@ -71,6 +71,9 @@ class TrainingLoop:
         n = int(done)
         return columns(series.numpy()[:n], np.diff(times.numpy()[:n], prepend=start), self._step.parts)
 
+    variables: tuple[tf.Variable, ...] = ()
+    """What a run must keep to go on, beside the step's variables."""
+
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""
         return int(self._done)
@@ -97,7 +100,8 @@ class TrainingLoop:
             with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)
-            return i + 1, ~result.halt, series.write(i, entry), times.write(i, now)
+            go_on = ~result.halt & (result.leave <= 0)
+            return i + 1, go_on, series.write(i, entry), times.write(i, now)
 
         series = tf.TensorArray(tf.float32, size=steps, element_shape=[width(self._step.parts)])
         times = tf.TensorArray(tf.float64, size=steps)

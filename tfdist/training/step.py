@@ -32,7 +32,11 @@ from tfdist.training.replica import ONLY
 from tfdist.training.state import combined, contributions
 from tfdist.training.task import Task
 
-__all__ = ["StepResult", "TrainingStep"]
+__all__ = ["ADDED", "StepResult", "TrainingStep"]
+
+ADDED = 4
+"""Numbers that a tally has behind those of its layout, in the sum over replicas: how many had rows, how many had a loss
+that was not finite, the sum of the latter's ids, and the sum of requests to leave."""
 
 
 class StepResult(NamedTuple):
@@ -56,8 +60,10 @@ class StepResult(NamedTuple):
     """How many replicas had a loss that was not finite, and the sum of their ids."""
     faults: tf.Tensor
     """Counts of `weighting.FAULTS` over all replicas."""
+    leave: tf.Tensor
+    """The sum of what replicas were asked (see `leaving.py`); training stops after this step where it is not 0."""
     tally: tf.Tensor
-    """The sums that losses, rows, suspects and faults were told from (see `TrainingStep.told`)."""
+    """The sums that losses, rows, suspects, faults and leave were told from (see `TrainingStep.told`)."""
 
 
 class Told(NamedTuple):
@@ -67,6 +73,7 @@ class Told(NamedTuple):
     rows: tf.Tensor
     suspects: tf.Tensor
     faults: tf.Tensor
+    leave: tf.Tensor
 
 
 class _Reduced(NamedTuple):
@@ -94,6 +101,7 @@ class TrainingStep:
         adasum: Combine | None = None,
         fixed_shapes: bool = False,
         one_copy: bool = False,
+        leave: tf.Variable | None = None,
     ) -> None:
         """Make the step's own variables; nothing is traced yet.
 
@@ -103,8 +111,10 @@ class TrainingStep:
             adasum: combines gradients of all replicas, where the settings ask for it.
             fixed_shapes: whether a collective must have the same shapes in every step.
             one_copy: whether the strategy's variables have one value for all replicas.
+            leave: this process's request to leave; None where no step can read it.
         """
         self._one_copy = one_copy
+        self._leave = leave
         self._strategy = strategy
         self._model = model
         self.optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
@@ -127,10 +137,14 @@ class TrainingStep:
         return len(self.optimizers)
 
     @property
+    def own_variables(self) -> list[tf.Variable]:
+        """What a run must keep to go on, beside the variables of model and optimizers and averages."""
+        return [self._batches, *self.scale.variables]
+
+    @property
     def variables(self) -> list[tf.Variable]:
-        """What a run must keep to go on, beside the variables of model and optimizers."""
-        averages = [] if self.averages is None else self.averages.variables
-        return [self._batches, *self.scale.variables, *averages]
+        """Those, and the averages."""
+        return [*self.own_variables, *([] if self.averages is None else self.averages.variables)]
 
     def prepare(self, next_batch: Callable[[], Any]) -> None:
         """Make room for gradients that add up, if there is any accumulation; before the step is traced."""
@@ -185,8 +199,9 @@ class TrainingStep:
         return Told(
             losses=tf.math.divide_no_nan(losses, self._exchange.divisors(tally)),
             rows=layout.common(tally)[0],
-            suspects=tally[..., -2:],
-            faults=layout.faults(tally[..., :-3]),
+            suspects=tally[..., -3:-1],
+            faults=layout.faults(tally[..., :-ADDED]),
+            leave=tally[..., -1],
         )
 
     def divisors(self, tally: tf.Tensor) -> tf.Tensor:
@@ -261,14 +276,15 @@ class TrainingStep:
         layout, replica = self.local.layout, tf.cast(_replica_id(), tf.float32)
         _, present, bad = layout.common(sums.tally)
         present, bad = tf.minimum(present, 1.0), tf.minimum(bad, 1.0)
-        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica])], 0)
+        leave = tf.constant(0.0) if self._leave is None else self._leave.read_value()
+        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica, leave])], 0)
         gradients, state, tally = self._exchange(
             sums.gradients, contributions(self.local.updated, sums.state, present > 0), own, self.local.part_of
         )
 
         losses, weights, _, penalties = layout.of_parts(tally)
         divisors = self._exchange.divisors(tally)
-        present = tally[-3]
+        present = tally[-ADDED]
         if factor is not None:
             gradients = [_times(g, 1.0 / factor) for g in gradients]
         penalty, gradients = self._with_penalty(gradients)
