@@ -15,7 +15,7 @@ from tfdist.checkpoints import manifest, variables
 from tfdist.checkpoints.manifest import Manifest, TensorInfo
 from tfdist.errors import CheckpointProblem, UsageError
 
-__all__ = ["Checkpoint", "all_in", "find", "name_of", "newest_of", "read", "step_of"]
+__all__ = ["Checkpoint", "all_at", "all_in", "find", "name_of", "newest_of", "read", "step_of"]
 
 _NAME = re.compile(r"step-([0-9]{9,18})")
 
@@ -93,10 +93,7 @@ def find(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         UsageError: there is no checkpoint.
         CheckpointProblem: it is damaged, or all are.
     """
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UsageError(f"{str(path)!r} {what}. Give the folder of a checkpoint, or a folder of checkpoints.")
-    if step_of(path) is not None or (path / manifest.NAME).exists():
+    if all_at(path) == [path]:
         try:
             checkpoint = read(path)
         except CheckpointProblem as error:
@@ -105,8 +102,6 @@ def find(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         if problems:
             raise damaged(path, problems)
         return checkpoint
-    if not all_in(path):
-        raise UsageError(f"{str(path)!r} holds no checkpoint (step-000000001 and the like). Give another folder.")
     newest, _ = newest_of(path, tell)
     if newest is None:
         raise CheckpointProblem(
@@ -132,6 +127,23 @@ def newest_of(folder: Path, tell: Callable[[str], None]) -> tuple[Checkpoint | N
             passed.append(path)
             tell(f"checkpoint {path} is damaged and passed over: {'; '.join(problems)}")
     return None, passed
+
+
+def all_at(path: Path) -> list[Path]:
+    """The checkpoint that a path is, or else those that are in it, whole or not, oldest first.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{str(path)!r} {what}. Give the folder of a checkpoint, or a folder of checkpoints.")
+    if step_of(path) is not None or (path / manifest.NAME).exists():
+        return [path]
+    found = all_in(path)
+    if not found:
+        raise UsageError(f"{str(path)!r} holds no checkpoint (step-000000001 and the like). Give another folder.")
+    return found
 
 
 def all_in(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tfdist.errors import CheckpointProblem
 
-__all__ = ["DATA", "INDEX", "NAME", "FileInfo", "Manifest", "TensorInfo", "file_info"]
+__all__ = ["DATA", "INDEX", "NAME", "FileInfo", "Manifest", "TensorInfo", "encoded", "file_info"]
 
 NAME = "manifest.json"
 INDEX = "variables.index"
@@ -79,7 +79,7 @@ class Manifest:
         """
         tensors = {name: vars(info) for name, info in self.tensors.items()}
         files = {name: vars(info) for name, info in self.files.items()}
-        fields = _encoded({**vars(self), "tensors": tensors, "files": files}, "")
+        fields = encoded({**vars(self), "tensors": tensors, "files": files}, "")
         body = json.dumps({**fields, "schema": _SCHEMA}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
         checksum = hashlib.sha256(body).hexdigest().encode()
         text = b'{\n "checksum": "' + checksum + b'",' + body[1:]
@@ -138,8 +138,12 @@ def file_info(path: Path) -> FileInfo:
         return FileInfo(file.tell(), digest)
 
 
-def _encoded(value: Any, where: str) -> Any:
-    """What JSON can hold; a float that is not finite becomes {"$float": "nan"}, "inf" or "-inf"."""
+def encoded(value: Any, where: str = "") -> Any:
+    """What JSON can hold; a float that is not finite becomes {"$float": "nan"}, "inf" or "-inf".
+
+    Raises:
+        CheckpointProblem: it cannot hold it; `where` is the path of the value in the message.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int):
@@ -147,12 +151,12 @@ def _encoded(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {_NOT_FINITE: repr(value)}
     if isinstance(value, list | tuple):
-        return [_encoded(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [encoded(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _NOT_FINITE:
                 raise CheckpointProblem(f"{where}[{key!r}] cannot be saved: it must have another name, made of text.")
-        return {key: _encoded(item, f"{where}.{key}" if where else key) for key, item in value.items()}
+        return {key: encoded(item, f"{where}.{key}" if where else key) for key, item in value.items()}
     raise CheckpointProblem(f"{where} cannot be saved: JSON does not know the type {type(value).__name__}.")
 
 
