@@ -14,7 +14,15 @@ from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
-__all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate", "save_interval"]
+__all__ = [
+    "CheckCommand",
+    "CheckpointsCommand",
+    "LaunchCommand",
+    "Settings",
+    "TrainCommand",
+    "learning_rate",
+    "save_interval",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,6 +375,24 @@ class CheckCommand:
             check_backend(name)
         for count in self.replicas:
             _within("replicas", count, 1, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointsCommand:
+    """The command line of `tfdist checkpoints`."""
+
+    folder: Path
+    """A folder of checkpoints, or a checkpoint."""
+    verify: bool = False
+    """Check the SHA-256 of all files. Ends with 1 where one is damaged."""
+    diff: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": ("A", "B")})
+    """Say what differs between two checkpoints, given by their steps or paths."""
+    json: Path | None = None
+    """Write all of it to this JSON file."""
+
+    def __post_init__(self) -> None:
+        if self.diff and self.verify:
+            raise UsageError("--diff and --verify are both set. Checksums are checked by --diff, too: leave one out.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
