@@ -34,7 +34,7 @@ def test_the_first_failure_counts() -> None:
     job, _ = watch(3)
     job.ended(2, -11, now=0)
     job.ended(0, 1, now=0)
-    assert job.outcome == Outcome(139, "worker 2 (rank 2, host h) failed first: killed by SIGSEGV.")
+    assert job.outcome == Outcome(139, "worker 2 (rank 2, host h) failed first: killed by SIGSEGV.", again=True)
 
 
 def test_the_chief_gives_the_others_time_to_leave() -> None:
@@ -83,7 +83,8 @@ def test_workers_come_back_later_and_later() -> None:
     assert job.tick(1000) == [] and job.outcome is None
     assert "worker_restarts=2 are used up; the job goes on with 1 worker(s)" in told[-1]
     job.ended(3, 4, now=2000)
-    assert job.outcome == Outcome(137, "worker 0 (rank 2, host h) failed first: killed by SIGKILL. No worker is left.")
+    text = "worker 0 (rank 2, host h) failed first: killed by SIGKILL. No worker is left."
+    assert job.outcome == Outcome(137, text, again=True)
 
 
 def test_a_worker_that_waits_for_its_new_start_is_still_one() -> None:
