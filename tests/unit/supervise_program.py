@@ -1,4 +1,4 @@
-"""Supervises stand-ins for `tfdist train`; started by test_supervise.py with the settings as JSON."""
+"""Supervises stand-ins for `tfdist train`; started by launched.py with the settings as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.cluster.hosts import hosts_of
 from tfdist.cluster.supervise import Launch, supervise
 
 settings = json.loads(sys.argv[1])
-watch.BACK_OFF_SECONDS = restarts.BACK_OFF_SECONDS = 0.05
+watch.BACK_OFF_SECONDS = restarts.BACK_OFF_SECONDS = settings.pop("back_off", 0.05)
 watch.LEAVE_SECONDS = 1.0
 mpirun.ABORT_SECONDS = 2.0
 hosts = hosts_of(settings.pop("processes", None), settings.pop("hosts", None), None)
