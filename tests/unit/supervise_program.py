@@ -21,5 +21,5 @@ given = {
     "rsh": tuple(settings.pop("rsh", ["false"])),
     "start_seconds": settings.pop("start_seconds", 30.0),
 }
-mpi = mpirun.Mpi(program, mpirun.version_of(program)) if program else None
+mpi = mpirun.Mpi(program, mpirun.version_of(program), given["rsh"]) if program else None
 sys.exit(supervise(Launch(hosts=hosts, mpi=mpi, **given, **settings)))

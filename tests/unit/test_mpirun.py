@@ -80,6 +80,7 @@ PRTE has lost communication with a remote daemon.
   HNP daemon   : [prterun-node0-19998@0,0] on node node0
   Remote daemon: [prterun-node0-19998@0,2] on node node2
 """
+ROOT = "mpirun starts nothing for root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 are set."
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ PRTE has lost communication with a remote daemon.
         (LEFT, 75, 75, "worker 0 (rank 0) failed first: exit code 75."),
         (ABORTED, 7, 7, "worker 1 (rank 1) failed first: exit code 7."),
         (LOST, 0, 7, "host node2 is lost: mpirun no longer reaches it."),
+        ("prterun has detected an attempt to run as root.\n", 1, 1, ROOT),
         ("", 1, 1, "mpirun failed: exit code 1."),
     ],
 )
@@ -97,9 +99,10 @@ def test_how_a_job_has_ended(text: str, code: int, ends: int, words: str) -> Non
     for line in text.splitlines(keepends=True):
         output.read(line.encode(), now=5)
     assert (output.code(code), output.describe(MPIRUN, ends)) == (ends, words)
-    assert output.hangs(5 + ABORT_SECONDS) == bool(text)
+    must_end = words.endswith("exit code 75.") or ends in (7, 137)
+    assert output.hangs(5 + ABORT_SECONDS) == must_end
     assert not output.hangs(4.9 + ABORT_SECONDS)
-    assert not text or output.aborted_with() == ends
+    assert not must_end or output.aborted_with() == ends
 
 
 def program(folder: Path, body: str) -> str:
@@ -124,6 +127,12 @@ def test_mpirun_that_does_not_end_an_aborted_job_is_killed(job: Any, tmp_path: P
     code, _, errors = job("", processes=1, mpirun=stand_in).ended()
     assert code == 7
     assert last(errors) == "tfdist: worker 1 (rank 1) failed first: exit code 7. mpirun did not end by itself."
+
+
+def test_what_mpirun_does_not_do_for_root_is_not_tried_again(job: Any, tmp_path: Path) -> None:
+    stand_in = program(tmp_path, "echo 'prterun has detected an attempt to run as root.' >&2\nexit 1")
+    code, _, errors = job("", processes=1, mpirun=stand_in, max_restarts=3).ended()
+    assert (code, errors.splitlines()[1:]) == (1, [f"tfdist: {ROOT}"])
 
 
 @needs_mpirun

@@ -143,7 +143,7 @@ class Job:
                 code = self._mpirun.aborted_with()
                 text = f"{self._mpirun.describe(MPIRUN, code)} mpirun did not end by itself."
                 raise _Over(Outcome(code, text, again=True))
-        if self._mpirun.is_refusal:
+        if self._mpirun.refuses_root:
             return dataclasses.replace(watch.outcome, again=False)
         return watch.outcome
 

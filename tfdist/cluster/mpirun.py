@@ -123,9 +123,9 @@ class MpirunOutput:
         return self._must_end_by is not None and now >= self._must_end_by
 
     @property
-    def is_refusal(self) -> bool:
-        """Whether mpirun does not start anything as root; it says how it would."""
-        return "ALLOW_RUN_AS_ROOT" in self._words
+    def refuses_root(self) -> bool:
+        """Whether mpirun does not start anything for root."""
+        return "attempt to run as root" in self._words
 
     def code(self, code: int) -> int:
         """How the job has ended, from how mpirun has: 5.0.11 ends with 0 when it loses a host."""
@@ -143,6 +143,11 @@ class MpirunOutput:
 
     def describe(self, member: Member, code: int) -> str:
         """Who failed, as mpirun tells it; else that mpirun itself did."""
+        if self.refuses_root:
+            return (
+                "mpirun starts nothing for root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+                "are set."
+            )
         lost = _HOST_LOST.search(self._words)
         if lost:
             return f"host {lost['host']} is lost: mpirun no longer reaches it."
