@@ -201,8 +201,11 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
     unknown = re.search(r"[Uu]nrecognized arguments: --?([\w-]+)", message)
     if unknown:
         flag = unknown.group(1)
-        if command == "launch" and flag.replace("-", "_") in typing.get_type_hints(TrainCommand):
+        name = flag.replace("-", "_")
+        if command == "launch" and (name == "config" or name in typing.get_type_hints(TrainCommand)):
             return UsageError(f"--{flag} is a flag of tfdist train. Write it after --: tfdist launch … -- --{flag} …")
+        if command == "train" and name in typing.get_type_hints(LaunchCommand):
+            return UsageError(f"--{flag} is a flag of tfdist launch. Write it before --: tfdist launch --{flag} … -- …")
         near = closest(flag, [name.replace("_", "-") for name in fields])
         return UsageError(f"--{flag} is not a flag.{near} See: tfdist {command} --help")
     required = re.search(r"arguments are required: \w+\.(\w+)", message)
@@ -274,10 +277,10 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("train", train, help="train a task on a backend")
     launch = _command_parser(
         LaunchCommand,
-        "Start tfdist train in several processes without MPI. Write the arguments of tfdist train after --, as in: "
-        "tfdist launch --processes 2 -- --backend multi_worker_mirrored --steps 20",
+        "Start tfdist train in several processes, and watch over them. Write the arguments of tfdist train after --, "
+        "as in: tfdist launch --processes 2 -- --backend multi_worker_mirrored --steps 20",
     )
-    commands.add_subcommand("launch", launch, help="start tfdist train in several processes, without MPI")
+    commands.add_subcommand("launch", launch, help="start tfdist train in several processes, and watch over them")
     check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
     checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")

@@ -408,8 +408,17 @@ class LaunchCommand:
     """Or on those that stand in this file, a line each: HOST, HOST:PROCESSES or HOST slots=PROCESSES."""
     rsh: str = "ssh -o BatchMode=yes"
     """Command that runs another command on another host; the host's name and the command follow it."""
-    worker_restarts: int = 3
-    """With parameter servers: how often workers that died are started again, in all."""
+    max_restarts: int = 0
+    """How often the whole job is started again, in all, when it has failed with something that another start may mend;
+    with checkpoint_dir it goes on from the newest checkpoint."""
+    min_processes: int | None = None
+    """With max_restarts: go on with the hosts that are left when others are lost, if they run at least so many
+    processes. Unset: the job needs all hosts."""
+    worker_restarts: int | None = None
+    """With parameter servers: how often workers that died are started again by themselves, in all. Unset: 3."""
+    grace: float | None = None
+    """With checkpoint_dir: seconds that processes have for saving and leaving after a first SIGTERM, SIGHUP, SIGUSR1
+    or Ctrl-C. Unset: 30."""
     start_seconds: float = 60.0
     """How long hosts may take to answer."""
     dry_run: Literal["no", "plan", "kubernetes"] = "no"
@@ -422,6 +431,14 @@ class LaunchCommand:
     def __post_init__(self) -> None:
         _within("processes", self.processes, 1, MOST_PROCESSES)
         _within("worker_restarts", self.worker_restarts, 0, 2**31 - 1)
+        _within("max_restarts", self.max_restarts, 0, 2**31 - 1)
+        _within("min_processes", self.min_processes, 1, MOST_PROCESSES)
+        if self.min_processes is not None and self.max_restarts == 0:
+            raise UsageError(
+                f"min_processes={self.min_processes} has no effect without max_restarts. Set that to 1 or more, too."
+            )
+        if self.grace is not None and not 0 < self.grace < math.inf:
+            raise UsageError(f"grace={self.grace!r} must be a finite number above 0.")
         if not 0 < self.start_seconds < math.inf:
             raise UsageError(f"start_seconds={self.start_seconds!r} must be a finite number above 0.")
         if not self.rsh.split():

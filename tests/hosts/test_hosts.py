@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts.netlab import AGENT, lab
-from tests.jobs import ROOT, python, run_alone
+from tests.hosts.netlab import AGENT, Lab, lab
+from tests.jobs import ROOT, Job, mpirun, python, run_alone
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
@@ -58,6 +60,49 @@ def test_parameter_servers_on_hosts_give_the_bits_of_one_device(one_device: dict
     assert several["losses"] == one_device["losses"]
     assert several["weights_sha256"] == one_device["weights_sha256"]
     assert several["processes"] == 3
+
+
+IDLE = """\
+import os, pathlib, time
+rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+pathlib.Path(f"{rank}-of-{size}").touch()
+time.sleep(0 if size == 2 else 60)
+"""
+
+
+def supervised(hosts: Lab, folder: Path, **settings: Any) -> Job:
+    """Idle ranks, started by the supervisor of `tfdist launch` on three hosts. They are up then."""
+    (folder / "idle.py").write_text(IDLE)
+    settings = {"argv": ["idle.py"], "folder": str(folder), "hosts": ",".join(hosts.hosts), **settings}
+    settings |= {"mpirun": mpirun(), "rsh": [str(AGENT)]}
+    launcher = ROOT / "tests" / "unit" / "supervise_program.py"
+    job = hosts.start(hosts.hosts[0], python(launcher, [json.dumps(settings)]))
+    deadline = time.monotonic() + 40
+    while len(list(folder.glob("*-of-3"))) < 3:
+        assert time.monotonic() < deadline, job.printed()
+        time.sleep(0.05)
+    return job
+
+
+def test_a_restart_goes_on_without_a_lost_host(tmp_path: Path) -> None:
+    with lab(3) as hosts:
+        job = supervised(hosts, tmp_path, max_restarts=1, min_processes=2)
+        hosts.cut("node2")
+        ended = job.finish(timeout=60).check()
+    assert "tfdist: host node2 is lost: mpirun no longer reaches it. All start again" in ended.output
+    assert "The job goes on with 2 of 3 processes." in ended.output
+    assert {path.name for path in tmp_path.glob("*-of-2")} == {"0-of-2", "1-of-2"}
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with lab(3) as hosts:
+        job = supervised(hosts, tmp_path)
+        os.kill(job.pid, signal.SIGKILL)
+        assert job.finish(timeout=10).code == -signal.SIGKILL
+        deadline = time.monotonic() + 20
+        while left := [pid for host in hosts.hosts for pid in hosts.processes(host)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
 
 
 def test_ranks_fill_the_hosts_in_their_order(tmp_path: Path) -> None:

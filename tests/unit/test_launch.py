@@ -32,9 +32,18 @@ def dry(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 
 def test_flags() -> None:
-    words = "launch --hosts a,b:2 --rsh ssh\\ -q --worker-restarts 1 --start-seconds 5 --dry-run plan --job-name j"
+    words = "launch --hosts a,b:2 --rsh ssh\\ -q --worker-restarts 1 --start-seconds 5 --dry-run plan --job-name j "
+    words += "--max-restarts 3 --min-processes 2 --grace 5"
     assert _parse(shlex.split(words)) == LaunchCommand(
-        hosts="a,b:2", rsh="ssh -q", worker_restarts=1, start_seconds=5.0, dry_run="plan", job_name="j"
+        hosts="a,b:2",
+        rsh="ssh -q",
+        worker_restarts=1,
+        start_seconds=5.0,
+        dry_run="plan",
+        job_name="j",
+        max_restarts=3,
+        min_processes=2,
+        grace=5.0,
     )
 
 
@@ -137,6 +146,19 @@ def test_how_agents_are_started() -> None:
         ("--processes 2 --rsh ''", ["rsh=''"]),
         ("--processes 2 --start-seconds 0", ["start_seconds=0.0"]),
         ("--processes 2 --worker-restarts -1", ["worker_restarts=-1 must be 0 or more"]),
+        ("--processes 2 --worker-restarts 1", ["worker_restarts=1 has no effect without parameter servers"]),
+        ("--processes 2 --max-restarts -1", ["max_restarts=-1 must be 0 or more"]),
+        ("--processes 2 --min-processes 1", ["min_processes=1 has no effect without max_restarts"]),
+        ("--processes 2 --max-restarts 1 --min-processes 3", ["min_processes=3 is more than the 2 process(es)"]),
+        ("--processes 2 --max-restarts 1 --min-processes 1", ["min_processes=1 has no effect with one host"]),
+        (
+            "--hosts a:2,b:2 --max-restarts 1 --min-processes 2 -- --backend parameter_server",
+            ["min_processes=2 is too few for a chief, 1 parameter server(s) and a worker", "3 or more"],
+        ),
+        ("--processes 2 --grace 5", ["grace=5 has no effect without checkpoint_dir"]),
+        ("--processes 2 --grace 0 -- --checkpoint-dir x", ["grace=0.0 must be"]),
+        ("--processes 2 --config x", ["--config is a flag of tfdist train", "after --"]),
+        ("--processes 2 -- --max-restarts 3", ["--max-restarts is a flag of tfdist launch", "before --"]),
         ("--processes 2 --dry-run yes", ["dry_run=yes must be one of no, plan, kubernetes"]),
         ("--processes 2 --job-name My_Job", ["job_name='My_Job'"]),
         ("--proceses 2", ["--proceses is not a flag", "'processes'", "tfdist launch --help"]),
@@ -144,7 +166,6 @@ def test_how_agents_are_started() -> None:
         ("--processes 2 -- --stps 3", ["--stps is not a flag", "'steps'", "tfdist train --help"]),
         ("--processes 2 -- --steps 0", ["steps=0 must be 1 or more"]),
         ("--processes 2 -- --backend mirored", ["backend='mirored' is unknown"]),
-        ("--processes 2 -- --backend horovod --steps 3", ["backend='horovod'", "mpirun -np 2 python -m tfdist train"]),
         ("--processes 2 -- --backend mirrored", ["backend='mirrored' trains in one process", "Leave launch out"]),
         ("--hosts a.example -- --backend mirrored", ["start it on a.example without launch"]),
     ],
@@ -184,7 +205,7 @@ def test_the_plan_with_servers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_plan_of_an_mpi_job(capsys: pytest.CaptureFixture[str]) -> None:
     told = dry(capsys, "--hosts a,b:2 --dry-run plan -- --backend horovod")
     assert told.splitlines()[-1] == (
-        f"each runs: mpirun --host a,b:2 -np 3 {sys.executable} -m tfdist train --backend horovod"
+        f"each runs: mpirun --host a:1,b:2 -np 3 {sys.executable} -m tfdist train --backend horovod"
     )
 
 

@@ -16,98 +16,12 @@ from typing import Any
 import pytest
 
 from tests.jobs import ROOT
-
-PROGRAM = Path(__file__).with_name("supervise_program.py")
-
-PRELUDE = """\
-import json, os, pathlib, signal, socket, subprocess, sys, time
-config = json.loads(os.environ["TF_CONFIG"])
-role, index = config["task"]["type"], config["task"]["index"]
-def note(name, text=""):
-    path = pathlib.Path(name + ".part")
-    path.write_text(str(text))
-    path.rename(name)
-note(f"{role}{index}-{os.getpid()}.pid", os.getpid())
-begun = len(list(pathlib.Path().glob(f"{role}{index}-*.pid")))
-def wait_for(pattern, count=1):
-    while len(list(pathlib.Path().glob(pattern))) < count:
-        time.sleep(0.01)
-"""
-
-
-class Job:
-    """A launcher, in a folder in which its processes leave their numbers."""
-
-    def __init__(self, place: Path, body: str, **settings: Any) -> None:
-        place.mkdir(exist_ok=True)
-        self.folder = place
-        (place / "stand_in.py").write_text(PRELUDE + body)
-        settings = {"argv": ["stand_in.py"], "folder": str(place), **settings}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.launcher = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            cwd=place,
-            start_new_session=True,
-        )
-
-    def ended(self, timeout: float = 30) -> tuple[int, bytes, str]:
-        """Exit code, output, errors. No process is left then."""
-        output, errors = self.launcher.communicate(timeout=timeout)
-        self.none_is_left(0)
-        return self.launcher.returncode, output, errors.decode(errors="replace")
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[Path]:
-        deadline = time.monotonic() + 20
-        while len(found := sorted(self.folder.glob(pattern))) < count:
-            assert time.monotonic() < deadline and self.launcher.poll() is None, f"{pattern}: {found}"
-            time.sleep(0.01)
-        return found
-
-    def none_is_left(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while left := [path for path in self.folder.glob("*.pid") if is_alive(int(path.read_text()))]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+from tests.unit.launched import Job, is_alive, jobs_in, last, rsh
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
-    jobs: list[Job] = []
-
-    def start(body: str, name: str = "job", **settings: Any) -> Job:
-        jobs.append(Job(tmp_path / name, body, **settings))
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        if one.launcher.poll() is None:
-            one.launcher.kill()
-            one.launcher.communicate()
-        one.none_is_left(15)
-
-
-def rsh(folder: Path, body: str) -> list[str]:
-    """A stand-in for ssh."""
-    path = folder / "rsh"
-    path.write_text(f'#!/bin/sh\nhost="$1"\nshift\n{body}\n')
-    path.chmod(0o755)
-    return [str(path)]
-
-
-def last(errors: str) -> str:
-    return errors.splitlines()[-1]
+    yield from jobs_in(tmp_path)
 
 
 def test_output_is_marked_and_lines_stay_whole(job: Any) -> None:
@@ -235,7 +149,7 @@ def test_an_agent_that_dies_takes_its_processes_with_it_and_is_named(job: Any) -
     (agent,) = agents(started)
     os.kill(agent, signal.SIGKILL)
     code, _, errors = started.ended(20)
-    assert code == 1
+    assert code == 7
     assert "host localhost: its agent has ended (exit code -9)" in last(errors)
 
 
@@ -304,7 +218,7 @@ def test_other_hosts_are_reached_through_rsh(job: Any, tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_reached_is_named(job: Any, tmp_path: Path) -> None:
     reach = rsh(tmp_path, f'if [ "$host" = b.test ]; then echo "no route" >&2; exit 255; fi\n{HERE}')
     code, _, errors = job("time.sleep(60)", hosts="a.test,b.test", rsh=reach).ended()
-    assert code == 1
+    assert code == 3
     assert "[b.test] no route" in errors
     assert "tfdist: host b.test: its agent has ended (exit code 255)" in last(errors)
 
@@ -314,13 +228,13 @@ def test_an_agent_that_never_answers_is_named(job: Any, tmp_path: Path) -> None:
     start = time.monotonic()
     code, _, errors = job("time.sleep(60)", hosts="a.test,b.test", rsh=reach, start_seconds=1.5).ended(30)
     assert time.monotonic() - start < 20
-    assert code == 1
+    assert code == 3
     assert "host b.test: no answer from its agent after start_seconds=1.5" in last(errors)
 
 
 def test_a_missing_rsh_is_named(job: Any) -> None:
     code, _, errors = job("", hosts="a.test", rsh=["/nowhere/ssh"]).ended()
-    assert code == 1
+    assert code == 3
     assert "host a.test: its agent cannot be started" in last(errors)
 
 
@@ -380,8 +294,8 @@ def test_a_server_that_dies_ends_the_job(job: Any) -> None:
     code, _, errors = job(body, processes=5, servers=2).ended(20)
     assert code == 4
     assert errors == (
-        "tfdist: ps 1 (rank 2, host localhost) failed first: exit code 4. The weights it held are lost: start the job "
-        "again.\n"
+        "tfdist: ps 1 (rank 2, host localhost) failed first: exit code 4. The weights it held are lost: the job "
+        "must start again.\n"
     )
 
 

@@ -7,6 +7,7 @@ commands it: the launcher, over a pipe or over ssh. When they close, all its pro
     {"do": "ports", "count": 2}                 ->  {"ports": [41001, 41002]}
     {"do": "start", "rank": 0, "argv": […], …}  ->  {"rank": 0, "stream": 1, "text": "a line\n"} …
                                                     {"rank": 0, "ended": -9}   as in `subprocess`: minus a signal
+    {"do": "signal", "number": 10}                  to each process itself, not to what it has started
     {"do": "end", "grace": 5}                       SIGTERM to all, and SIGKILL after so many seconds
     {"do": "alive"}                             ->  {"alive": true}            (see --silence)
 """
@@ -97,6 +98,9 @@ class Agent:
                 self._answer(ports=[one.getsockname()[1] for one in held])
             case "start":
                 self._start(command)
+            case "signal":
+                for child in self._children.values():
+                    child.send_signal(command["number"], to_all=False)
             case "end":
                 self._end(command["grace"])
             case "alive":

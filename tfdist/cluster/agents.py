@@ -13,13 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist.cluster.hosts import Host
 
-__all__ = ["SILENCE_SECONDS", "AgentLink", "Event", "Output", "agent_command"]
+__all__ = ["SILENCE_SECONDS", "AgentLink", "Event", "Mark", "Output", "agent_command", "hosts_that_fail"]
+
+Mark = Callable[[int, bytes], tuple[str, bytes]]
 
 SILENCE_SECONDS = 60.0
 """After so long without a word, an agent on another host takes the launcher for lost, and the launcher the agent."""
@@ -82,22 +84,53 @@ def agent_command(host: Host, rsh: Sequence[str], folder: str, python_path: str 
     return [*rsh, host.name, f"cd {shlex.quote(folder)} && exec {shlex.join(command)}"]
 
 
+def hosts_that_fail(hosts: Sequence[Host], rsh: Sequence[str], seconds: float) -> dict[str, str]:
+    """Those of the other hosts on which nothing can be run within so many seconds, with the reason."""
+    reasons: dict[str, str] = {}
+    probes: dict[str, subprocess.Popen[bytes]] = {}
+    for host in hosts:
+        try:
+            if not host.is_this:
+                probes[host.name] = subprocess.Popen(
+                    [*rsh, host.name, "true"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            reasons[host.name] = str(error)
+    deadline = time.monotonic() + seconds
+    for name, probe in probes.items():
+        try:
+            code = probe.wait(max(0.0, deadline - time.monotonic()))
+            if code != 0:
+                reasons[name] = f"{shlex.join([*rsh, name])} ends with exit code {code}"
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            probe.wait()
+            reasons[name] = f"no answer within {seconds:g} s"
+    return reasons
+
+
 class AgentLink:
     """A started agent."""
 
     def __init__(
-        self, host: Host, rsh: Sequence[str], names: dict[int, str], output: Output, events: queue.SimpleQueue[Event]
+        self, host: Host, rsh: Sequence[str], mark: Mark, output: Output, events: queue.SimpleQueue[Event]
     ) -> None:
         """Start it.
 
         Args:
-            names: how the output of each rank is marked.
+            mark: from a rank and a line of its output to who has printed it, and the line itself.
 
         Raises:
             OSError: the command cannot be run at all.
         """
         self.host = host
-        self._names, self._output, self._events = names, output, events
+        self._mark, self._output, self._events = mark, output, events
+        self._lock = threading.Lock()
+        self._closed = False
         self._heard = time.monotonic()
         self._process = subprocess.Popen(
             agent_command(host, rsh, str(Path.cwd()), os.environ.get("PYTHONPATH")),
@@ -121,8 +154,10 @@ class AgentLink:
         return not self.host.is_this and now - self._heard > SILENCE_SECONDS
 
     def close(self, deadline: float) -> None:
-        """Let it go, which ends what it has started, and wait until then."""
+        """Let it go, which ends what it has started, and wait until then. No event comes from it any more."""
         assert self._process.stdin is not None
+        with self._lock:
+            self._closed = True
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.close()
         try:
@@ -147,18 +182,23 @@ class AgentLink:
             else:  # of a shell's start-up files, before the agent
                 self._output.line(2, self.host.name, line)
             self._heard = time.monotonic()
-        self._events.put(Event("gone", self.host.name, self._process.wait()))
+        self._tell(Event("gone", self.host.name, self._process.wait()))
 
     def _take(self, answer: dict[str, Any]) -> None:
         match answer:
             case {"rank": rank, "stream": stream, "text": text}:
-                self._output.line(stream, self._names.get(rank, f"rank {rank}"), text.encode(errors="surrogateescape"))
+                self._output.line(stream, *self._mark(rank, text.encode(errors="surrogateescape")))
             case {"rank": rank, "ended": code}:
-                self._events.put(Event("ended", self.host.name, (rank, code)))
+                self._tell(Event("ended", self.host.name, (rank, code)))
             case {"ports": ports}:
-                self._events.put(Event("ports", self.host.name, ports))
+                self._tell(Event("ports", self.host.name, ports))
             case {"agent": _}:
-                self._events.put(Event("ready", self.host.name))
+                self._tell(Event("ready", self.host.name))
+
+    def _tell(self, event: Event) -> None:
+        with self._lock:
+            if not self._closed:
+                self._events.put(event)
 
     def _listen_to_errors(self) -> None:
         assert self._process.stderr is not None

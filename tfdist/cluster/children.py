@@ -115,10 +115,13 @@ class Child:
         assert self._drained_at is not None
         return not self.pipes or now >= self._drained_at
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to all of its group."""
+    def send_signal(self, number: int, *, to_all: bool = True) -> None:
+        """Send a signal to all of its group, or to it alone."""
         if self.code is None:
-            self._signal_group(number)
+            if to_all:
+                self._signal_group(number)
+            else:  # not by `subprocess`, which would reap it
+                os.kill(self._process.pid, number)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tfdist.cluster.mpirun import mpirun
 from tfdist.strategies.table import BACKENDS
 
 __all__ = ["Job", "missing", "mpirun", "read", "run"]
@@ -34,12 +34,6 @@ class Job:
     def results(self) -> int:
         """How many values each process will write."""
         return len(self.replicas) * len(self.cases)
-
-
-def mpirun() -> str | None:
-    """The mpirun beside this Python, else the one on PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def missing(backend: str) -> str | None:
