@@ -19,7 +19,7 @@ from tfdist.errors import UsageError
 from tfdist.training.randomness import refuse_stateful
 from tfdist.training.task import Task
 
-__all__ = ["Examples", "load_examples", "row_count", "with_a_row"]
+__all__ = ["Examples", "load_examples", "load_inputs", "row_count", "with_a_row"]
 
 Batches = Iterator[Any]
 Augment = Callable[[Any, tf.Tensor], Any]
@@ -130,6 +130,12 @@ class Examples:
             examples = examples.skip(tf.where(tf.equal(index, start[0]), tf.constant(start[1], tf.int64), 0))
         return examples
 
+    def inputs(self) -> Examples:
+        """The inputs alone, of elements (inputs, labels) or (inputs, labels, weight)."""
+        spread = isinstance(self.dataset.element_spec, tuple)
+        alone = self.dataset.map(lambda inputs, *_: inputs) if spread else self.dataset
+        return dataclasses.replace(self, dataset=alone)
+
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
         """The replicas' pieces of the global batches in the dataset's order."""
         return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat(), tuned=self.tuned)
@@ -165,6 +171,22 @@ def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str]
         )
         size = int(source.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
     return Examples(split, source, size if size > 0 else None, counted=size != tf.data.UNKNOWN_CARDINALITY, tuned=tuned)
+
+
+def load_inputs(source: Any) -> Examples:
+    """Inputs without labels, from a dataset of single ones or from arrays.
+
+    Raises:
+        UsageError: there are none, or they have a wrong structure.
+    """
+    tuned = isinstance(source, tf.data.Dataset)
+    dataset = source if tuned else _from_arrays("predict", source)
+    if not _can_be_batched("predict", dataset):
+        raise UsageError("there are no examples to predict.")
+    size = int(dataset.cardinality())
+    if size == tf.data.UNKNOWN_CARDINALITY:
+        size = int(dataset.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
+    return Examples("predict", dataset, size if size > 0 else None, tuned=tuned)
 
 
 def _can_be_batched(split: str, source: tf.data.Dataset) -> bool:

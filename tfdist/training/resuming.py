@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.checkpoints.checkpoint import Checkpoint, find
+from tfdist.checkpoints.checkpoint import Checkpoint, all_in, find
 from tfdist.checkpoints.compare import compare
 from tfdist.checkpoints.manifest import TensorInfo
 from tfdist.checkpoints.store import Store
 from tfdist.cluster.channel import together
 from tfdist.cluster.variables import unnumbered
 from tfdist.config import Settings
-from tfdist.errors import UsageError
+from tfdist.errors import CheckpointProblem, UsageError
 from tfdist.strategies.session import Session
 from tfdist.training.broadcast import from_chief
 
-__all__ = ["AVERAGES", "BEST", "Resumed", "choose", "require_same_course", "restore", "restore_weights"]
+__all__ = ["AVERAGES", "BEST", "Resumed", "choose", "copy_from_chief", "require_same_course", "restore", "restore_weights"]
 
 AVERAGES, BEST = "averages/", "best/"
 """What the names of averages begin with, and those of arrays that hold the best evaluation's values."""
@@ -85,6 +85,11 @@ def choose(settings: Settings, store: Store | None, session: Session, tell: Call
 
 def _chosen(settings: Settings, store: Store | None, tell: Callable[[str], None]) -> Checkpoint | None:
     newest = None if store is None else store.newest(tell)
+    if store is not None and newest is None and all_in(Path(settings.checkpoint_dir or "")):
+        raise CheckpointProblem(
+            f"all checkpoints in checkpoint_dir={settings.checkpoint_dir!r} are damaged. Restore one from a copy, or "
+            "begin anew in another folder."
+        )
     if settings.resume == "never":
         if newest is not None:
             raise UsageError(
@@ -122,6 +127,12 @@ def require_same_course(resumed: Resumed, course: Mapping[str, Any], tell: Calla
                 "examples after it would be others. Use the same; or take its weights alone, with init_from and "
                 "another checkpoint_dir."
             )
+    best, was = course["settings"]["keep_best"], before["settings"].get("keep_best")
+    if resumed.here and best != was and None not in (best, was):
+        raise UsageError(
+            f"keep_best={best!r}, but the checkpoints in this checkpoint_dir were kept by {was!r}, and their scores do "
+            "not compare. Use the same, or another checkpoint_dir."
+        )
     for name, value in course["settings"].items():
         was = before["settings"].get(name, value)
         if was != value and name not in course and name not in _OF_ITS_OWN:
@@ -180,6 +191,17 @@ def restore_weights(
     places = matched(infos(wanted), own, names, path)
     values = _values(session, checkpoint, list(places.values()), tensors)
     for variable, value in zip(wanted.values(), values, strict=True):
+        variable.assign(value)
+
+
+def copy_from_chief(session: Session, variables: Mapping[str, Any]) -> None:
+    """Give all processes the chief's values of some variables."""
+    if session.channel.size == 1:
+        return
+    held = [v.numpy() for v in variables.values()]
+    like = [(value.shape, value.dtype) for value in held]
+    values = from_chief(session.strategy, held if session.is_chief else None, like)
+    for variable, value in zip(variables.values(), values, strict=True):
         variable.assign(value)
 
 

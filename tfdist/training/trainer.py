@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoints.checkpoint import find
 from tfdist.checkpoints.store import Store
 from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
@@ -29,16 +32,26 @@ from tfdist.training.chunk import columns, width
 from tfdist.training.console import Console, Plan, numbers, open_console
 from tfdist.training.coordination import CoordinatedLoop, Snapshot
 from tfdist.training.course import Course
-from tfdist.training.data import Examples, load_examples
+from tfdist.training.data import Examples, load_examples, load_inputs
 from tfdist.training.drift import require_equal
+from tfdist.training.exporting import export
 from tfdist.training.learning_rate import schedule
 from tfdist.training.leaving import Leaving, Why
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
+from tfdist.training.prediction import PredictionLoop
 from tfdist.training.replica import ONLY
 from tfdist.training.report import Report
-from tfdist.training.resuming import AVERAGES, Resumed, choose, require_same_course, restore
+from tfdist.training.resuming import (
+    AVERAGES,
+    Resumed,
+    choose,
+    copy_from_chief,
+    require_same_course,
+    restore,
+    restore_weights,
+)
 from tfdist.training.saving import Saver, named
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions, less_is_better
@@ -105,6 +118,8 @@ class Trainer:
             "the list of variables (path, shape, dtype, trainable)",
             structure(self._variables()),
         )
+        if given.init_from is not None:
+            self.load_weights(given.init_from)
 
     @property
     def replicas_in_sync(self) -> int:
@@ -228,6 +243,86 @@ class Trainer:
             self._snapshot.take()
         with ends_the_job(channel, lambda: f"while evaluating {split!r} after step {self.step}"):
             return loop.run(iterator, steps)
+
+    def predict(self, examples: Any = "test") -> Any:
+        """What the model says of each example. Every process calls it, and gets all of it.
+
+        Args:
+            examples: the name of one of the task's splits, whose inputs are taken; or inputs, as a `tf.data.Dataset` of
+                single ones or as arrays whose first axis counts them.
+
+        Returns:
+            The model's outputs: an array, or a structure of arrays, whose first axis counts the examples in their order.
+
+        Raises:
+            UsageError: the examples cannot be used, or never end.
+        """
+        channel = self.session.channel
+        strategy = tf.distribute.get_strategy() if self.session.asynchronous else self.session.strategy
+
+        def prepare() -> tuple[PredictionLoop, Any, int]:
+            given = self._examples(examples, count=True) if isinstance(examples, str) else None
+            source = load_inputs(examples) if given is None else given.inputs()
+            if source.size is None:
+                raise UsageError("the examples to predict never end. Give a finite dataset.")
+            iterator = source.evaluation_batches(strategy, global_batch_size=self.global_batch_size)
+            steps = source.steps_per_epoch(self.global_batch_size)
+            return PredictionLoop(strategy, self.model, values=self._evaluated_values()), iterator, steps
+
+        loop, iterator, steps = together(channel, "preparing to predict", prepare)
+        if self._snapshot is not None:
+            self._snapshot.take()
+        with ends_the_job(channel, lambda: "while predicting"):
+            return loop.run(iterator, steps)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take the weights of a checkpoint or of a `.keras` file, and nothing else. Every process calls it alike.
+
+        The chief reads it; no code in the file is run.
+
+        Raises:
+            UsageError: there is no such file, or it is one of another model.
+            CheckpointProblem: it is damaged.
+        """
+        place = Path(path)
+        averages = {} if self.averages is None else named(self._model_groups()[1:])
+        variables = named(self._model_groups()[:1])
+        channel = self.session.channel
+        if place.suffix == ".keras":
+            together(channel, "reading the weights", lambda: self._read_keras(place) if self.session.is_chief else None)
+            copy_from_chief(self.session, variables)
+        else:
+            read = functools.partial(find, place, self._notice)
+            checkpoint = together(channel, "reading the checkpoint", lambda: read() if self.session.is_chief else None)
+            with ends_the_job(channel, lambda: "while loading weights"):
+                restore_weights(self.session, checkpoint, variables, averages, str(place))
+
+    def _read_keras(self, path: Path) -> None:
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}.")
+        try:
+            self.model.load_weights(path)
+        except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+            raise UsageError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from None
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model as it is evaluated (with averages of the weights, where there are some). Every process calls it.
+
+        Args:
+            path: ends in `.keras`, or is the folder of a SavedModel. What is written loads without tfdist, but for layers
+                of tfdist's own in a `.keras` file.
+
+        Raises:
+            UsageError, CheckpointProblem: it cannot be written.
+        """
+        averages = {} if self.averages is None else {id(weight): average for weight, average in self.averages.mapping}
+
+        def write() -> None:
+            if self.session.is_chief:
+                values = [averages.get(id(v), v).numpy() for v in self.model.variables]
+                export(self.task, self.settings, values, Path(path))
+
+        together(self.session.channel, "exporting the model", write)
 
     def _build(self) -> None:
         keras.utils.set_random_seed(self.settings.seed)
