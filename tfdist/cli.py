@@ -6,12 +6,13 @@ Only the chief speaks. `--help` and wrong flags are answered without importing T
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,7 @@ from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
-from tfdist.config import CheckCommand, CheckpointsCommand, LaunchCommand, Settings, TrainCommand
+from tfdist.config import CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand
+Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = together(channel, "reading the command line", lambda: _parse(arguments))
         if isinstance(command, CheckCommand):
             return _check(command, identity)
+        if isinstance(command, EvaluateCommand):
+            from tfdist.evaluating import evaluate
+
+            evaluate(command, identity)
+            return 0
         assert isinstance(command, TrainCommand)
         _train(command, identity)
     except KeyboardInterrupt:
@@ -89,6 +95,7 @@ def _train(command: TrainCommand, identity: Identity) -> None:
 
     from tfdist.tasks.load import load_task
     from tfdist.training import report
+    from tfdist.training.exporting import check_export
     from tfdist.training.trainer import Trainer
 
     if command.report is not None:
@@ -96,11 +103,21 @@ def _train(command: TrainCommand, identity: Identity) -> None:
         together(
             channel, "checking the report's path", lambda: report.check_writable(path) if identity.is_chief else None
         )
+    for path in command.export:
+        together(channel, "checking export", functools.partial(_if_chief, identity, check_export, path))
     task = together(channel, "loading the task", lambda: load_task(command.task, command.task_args))
     settings = {field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)}
-    result = Trainer(task, **settings).fit()
+    trainer = Trainer(task, **settings)
+    result = trainer.fit()
+    for path in command.export:
+        trainer.export(path)
     if command.report is not None and identity.is_chief:
         report.write(result, command.report)
+
+
+def _if_chief(identity: Identity, check: Callable[[Path], None], path: Path) -> None:
+    if identity.is_chief:
+        check(path)
 
 
 def _launch(arguments: Sequence[str], identity: Identity) -> int:
@@ -259,6 +276,7 @@ _COMMANDS: dict[str, type[Any]] = {
     "launch": LaunchCommand,
     "check": CheckCommand,
     "checkpoints": CheckpointsCommand,
+    "evaluate": EvaluateCommand,
 }
 
 
@@ -283,6 +301,8 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("launch", launch, help="start tfdist train in several processes, and watch over them")
     check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
+    evaluate = _command_parser(EvaluateCommand, "Evaluate the model of a checkpoint, on any backend.")
+    commands.add_subcommand("evaluate", evaluate, help="evaluate the model of a checkpoint")
     checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")
     commands.add_subcommand("checkpoints", checkpoints, help="list, verify and compare checkpoints")
     return parser

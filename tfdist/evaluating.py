@@ -28,7 +28,8 @@ def evaluate(command: EvaluateCommand, identity: Identity) -> dict[str, dict[str
     """
     given = Settings(backend=command.backend, replicas=command.replicas, quiet=command.quiet)
     session = open_session(given.backend, given.options)
-    channel = session.channel
+    channel, checkpoint = session.channel, command.checkpoint
+    assert checkpoint is not None
 
     from tfdist.training.report import check_writable
     from tfdist.training.trainer import Trainer
@@ -36,7 +37,7 @@ def evaluate(command: EvaluateCommand, identity: Identity) -> dict[str, dict[str
     def look() -> dict[str, Any] | None:
         if command.json is not None and identity.is_chief:
             check_writable(command.json, "json")
-        return find(command.checkpoint, _tell).manifest.state if identity.is_chief else None
+        return find(checkpoint, _tell).manifest.state if identity.is_chief else None
 
     state = channel.exchange("the checkpoint", together(channel, "reading the checkpoint", look))[0]
     spec, arguments = command.task, list(command.task_args)
@@ -49,7 +50,7 @@ def evaluate(command: EvaluateCommand, identity: Identity) -> dict[str, dict[str
     settings = {name: state["course"]["settings"][name] for name in _OF_THE_RUN}
     settings["global_batch_size"] = command.global_batch_size or state["course"]["global_batch_size"]
     trainer = Trainer(task, **settings, backend=given.backend, replicas=given.replicas, quiet=command.quiet)
-    trainer.load_weights(command.checkpoint)
+    trainer.load_weights(checkpoint)
     results = {split: trainer.evaluate(split) for split in command.split or task.evaluation_splits()}
     if session.is_chief:
         _show(results, command.json)

@@ -35,7 +35,9 @@ def check_export(path: Path) -> None:
     elif path.suffix == ".keras" and path.is_dir():
         reason = "it is a folder"
     elif path.suffix != ".keras" and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        reason = "it is there already; a SavedModel needs a new or an empty folder, and a file's name must end in .keras"
+        reason = (
+            "it is there already; a SavedModel needs a new or an empty folder, and a file's name must end in .keras"
+        )
     if reason:
         raise UsageError(f"export={str(path)!r} cannot be written: {reason}. Give another path.")
 
@@ -66,7 +68,9 @@ def export(task: Task, settings: Settings, values: Sequence[Any], path: Path) ->
     except OSError as error:
         raise CheckpointProblem(f"export={str(path)!r} could not be written: {error.strerror or error}.") from None
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise UsageError(f"export={str(path)!r}: Keras cannot write this model ({str(error).splitlines()[0]}).") from None
+        raise UsageError(
+            f"export={str(path)!r}: Keras cannot write this model ({str(error).splitlines()[0]})."
+        ) from None
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)

@@ -20,7 +20,16 @@ from tfdist.errors import CheckpointProblem, UsageError
 from tfdist.strategies.session import Session
 from tfdist.training.broadcast import from_chief
 
-__all__ = ["AVERAGES", "BEST", "Resumed", "choose", "copy_from_chief", "require_same_course", "restore", "restore_weights"]
+__all__ = [
+    "AVERAGES",
+    "BEST",
+    "Resumed",
+    "choose",
+    "copy_from_chief",
+    "require_same_course",
+    "restore",
+    "restore_weights",
+]
 
 AVERAGES, BEST = "averages/", "best/"
 """What the names of averages begin with, and those of arrays that hold the best evaluation's values."""

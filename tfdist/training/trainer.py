@@ -252,7 +252,7 @@ class Trainer:
                 single ones or as arrays whose first axis counts them.
 
         Returns:
-            The model's outputs: an array, or a structure of arrays, whose first axis counts the examples in their order.
+            The model's outputs: an array, or a structure of arrays. The first axis counts the examples in their order.
 
         Raises:
             UsageError: the examples cannot be used, or never end.
@@ -306,11 +306,13 @@ class Trainer:
             raise UsageError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from None
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as it is evaluated (with averages of the weights, where there are some). Every process calls it.
+        """Write the model as it is evaluated, with averages of the weights where there are some.
+
+        Every process calls it; the chief writes. What is written loads without tfdist, but for tfdist's own layers in a
+        `.keras` file.
 
         Args:
-            path: ends in `.keras`, or is the folder of a SavedModel. What is written loads without tfdist, but for layers
-                of tfdist's own in a `.keras` file.
+            path: a file whose name ends in `.keras`, or the folder of a SavedModel.
 
         Raises:
             UsageError, CheckpointProblem: it cannot be written.
