@@ -26,6 +26,7 @@ from tfdist.cluster.tcp_channel import START_SECONDS, start_seconds
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.parameter_server import ParameterServer
 from tfdist.training.chunk import Chunk, columns, row, width
+from tfdist.training.phases import WORKERS, Phases
 from tfdist.training.private_keras import count_atomically
 from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.step import TrainingStep
@@ -47,17 +48,21 @@ class CoordinatedLoop:
         optimizers: Sequence[keras.optimizers.Optimizer],
         *,
         max_in_flight: int | None,
+        phases: Phases | None = None,
     ) -> None:
         """Trace the step and start the workers' pipelines.
 
         Args:
             batches: of (number, batch).
             max_in_flight: steps from the oldest that has not come back on.
+            phases: where the chief is.
 
         Raises:
             UsageError: the dataset calls Python, which is not there on the workers.
         """
         self._step = step
+        self.phases = phases or Phases(compiled=False)
+        """Where the chief is."""
         self._cluster = strategy.cluster
         self._pending: deque[tuple[int, Any]] = deque()
         self._in_chunk = 0
@@ -89,6 +94,10 @@ class CoordinatedLoop:
         Raises:
             EnvironmentProblem: a parameter server has gone, or all workers have.
         """
+        with self.phases.at(WORKERS):
+            return self._steps(steps, first, ahead)
+
+    def _steps(self, steps: int, first: int, ahead: int) -> Chunk:
         series, seconds = [], []
         start = time.monotonic()
         for number in range(first, first + steps):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster import watchdog
 from tfdist.cluster.channel import require_same, together
 from tfdist.cluster.failure import ends_the_job
+from tfdist.cluster.places import Seen
 from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings, learning_rate
 from tfdist.errors import UsageError
@@ -30,7 +34,9 @@ from tfdist.training.learning_rate import schedule
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
+from tfdist.training.phases import Phases
 from tfdist.training.report import Report
+from tfdist.training.slowness import slow_ranks
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions
 from tfdist.training.task import Task, in_float32, unpack
@@ -82,6 +88,7 @@ class Trainer:
         self.learning_rate = learning_rate(task.learning_rate if given.learning_rate is None else given.learning_rate)
         self._course: Course | None = None
         self._snapshot: Snapshot | None = None
+        self._phases = Phases()
         self._splits: dict[str, Examples] = {}
         self._evaluations: dict[str, tuple[EvaluationLoop, Any]] = {}
         given.check_for(self.session.backend)
@@ -119,6 +126,7 @@ class Trainer:
         console = open_console(visible=self._speaks, width=terminal_width(self.session.identity))
         try:
             with ends_the_job(channel, lambda: "before training"):
+                self._watch()
                 console.begin(plan)
                 self._course = course = Course(
                     plan,
@@ -139,8 +147,11 @@ class Trainer:
                 course.run()
             with ends_the_job(channel, lambda: f"after step {self.step}"):
                 report = self._report(course)
+            for note in slow_ranks(report.ranks, self._phases.steps):
+                console.note(note)
             console.end(_summary(report))
         finally:
+            watchdog.stop(channel)
             console.close()
         return report
 
@@ -191,6 +202,24 @@ class Trainer:
             self._splits[split] = load_examples(self.task, split, count=count, notice=self._notice)
         return self._splits[split]
 
+    def _watch(self) -> None:
+        """From now until the end of `fit`, a process that dies or stands still ends the job."""
+        settings = self.settings
+        watchdog.start(
+            self.session.channel,
+            self.session.identity,
+            self._seen,
+            stall_timeout=settings.stall_timeout,
+            folder=Path(settings.checkpoint_dir or "."),
+            notice=self._notice,
+        )
+
+    def _seen(self) -> Seen:
+        """Where this process is. Called from a thread."""
+        marks, phase = self._phases.read()
+        step = 0 if self._course is None else self._course.done
+        return Seen(step, marks, self._phases.moves, phase, self._phases.begun)
+
     @property
     def _speaks(self) -> bool:
         return self.session.is_chief and not self.settings.quiet
@@ -236,6 +265,7 @@ class Trainer:
             adasum=self.session.adasum,
             fixed_shapes=self.session.fixed_shapes,
             one_copy=self.session.one_copy,
+            phases=None if self.session.asynchronous else self._phases,
         )
         order: dict[str, Any] = {
             "global_batch_size": self.global_batch_size,
@@ -249,7 +279,12 @@ class Trainer:
             batches = train.numbered_batches(**order, epochs=epochs)
             self._iterator = None
             self._loop = CoordinatedLoop(
-                strategy, self._step, batches, list(self.optimizers.values()), max_in_flight=self.settings.max_in_flight
+                strategy,
+                self._step,
+                batches,
+                list(self.optimizers.values()),
+                max_in_flight=self.settings.max_in_flight,
+                phases=self._phases,
             )
         else:
             self._iterator = train.training_batches(strategy, **order)
@@ -321,7 +356,10 @@ class Trainer:
             by_weight = self.settings.loss_reduction == "weighted_mean"
             metrics = MetricTotals(self.task.metrics(), by_weight=by_weight)
             metrics.see(self._samples(examples))
-            loop = EvaluationLoop(strategy, self.task, self.model, metrics, iterator, values=self._evaluated_values())
+            values = self._evaluated_values()
+            loop = EvaluationLoop(
+                strategy, self.task, self.model, metrics, iterator, values=values, phases=self._phases
+            )
             self._evaluations[split] = loop, iterator
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
 
@@ -344,6 +382,16 @@ class Trainer:
                 samples.append((labels, in_float32(self.model(inputs, training=False))))
         return samples
 
+    def _own_seconds(self) -> dict[str, Any]:
+        waiting, computing, collective = self._phases.seconds.tolist()
+        return {
+            "rank": self.session.identity.rank,
+            "host": socket.gethostname(),
+            "input_seconds": waiting,
+            "compute_seconds": computing,
+            "collective_seconds": collective,
+        }
+
     def _report(self, course: Course) -> Report:
         weights = digest(self.model.trainable_variables)
         state = digest([*self._variables(), *self._step.variables])
@@ -354,6 +402,7 @@ class Trainer:
             state,
             way_out="Look for code in the task that changes variables outside of the step.",
         )
+        ranks = self.session.channel.exchange("the seconds of each phase", self._own_seconds())
         losses, rates, penalties, rows, skipped, seconds = (
             np.concatenate([getattr(c, f) for c in course.chunks])
             for f in ("losses", "rates", "penalties", "rows", "skipped", "seconds")
@@ -389,6 +438,7 @@ class Trainer:
             examples_per_second=reporting.throughput(rows, seconds),
             traces={"train": self._loop.traces}
             | {f"evaluate {s}": e.traces for s, (e, _) in self._evaluations.items()},
+            ranks=[] if self.session.asynchronous else ranks,
             workers=self._loop.describe() if isinstance(self._loop, CoordinatedLoop) else None,
             intra_op_threads=self.session.intra_op_threads,
             versions=reporting.versions(),
