@@ -248,16 +248,19 @@ def greeted(listener: socket.socket, token: bytes, size: int, seconds: float) ->
         while len(connections) < size - 1 and time.monotonic() < deadline:
             for key, _ in selector.select(0.1):
                 if key.fileobj is listener:
-                    with contextlib.suppress(OSError):
-                        new, _ = listener.accept()
-                        new.setblocking(False)
-                        if len(strangers) >= size + _STRANGERS:
-                            drop(next(iter(strangers)))
-                        strangers[new] = time.monotonic() + _GREETING_SECONDS, bytearray()
-                        selector.register(new, selectors.EVENT_READ)
+                    with contextlib.suppress(OSError):  # no more of them
+                        while True:
+                            new, _ = listener.accept()
+                            new.setblocking(False)
+                            strangers[new] = time.monotonic() + _GREETING_SECONDS, bytearray()
+                            selector.register(new, selectors.EVENT_READ)
+                            if len(strangers) > size + _STRANGERS:
+                                drop(next(iter(strangers)))
                     continue
                 stranger = key.fileobj
                 assert isinstance(stranger, socket.socket)
+                if stranger not in strangers:  # dropped just now
+                    continue
                 rank = _rank_of(stranger, strangers[stranger][1], token, size, connections)
                 if rank is None:
                     continue

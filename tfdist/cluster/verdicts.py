@@ -118,8 +118,11 @@ class Judge:
         return f"{named(last, self._hosts)} {'has' if len(last) == 1 else 'have'} not moved on {limit}; others wait."
 
     def _words(self, rank: int) -> str:
-        place = self._places.get(rank)
-        return place[0].words if place else "at its end"
+        """How far a process had come: as it told, or further, as steps of others show that needed it."""
+        if rank not in self._places:
+            return "at its end"
+        place, newest = self._places[rank][0], max(place.step for place, _ in self._places.values())
+        return f"after step {newest}" if newest > place.step else place.words
 
     def _decide(self, kind: Kind, ranks: Sequence[int], code: int, message: str) -> None:
         self.verdict = self.verdict or Verdict(kind, ranks[0], code, message)

@@ -10,7 +10,7 @@ __all__ = ["slow_ranks"]
 
 _TIMES = 1.5
 _MILLISECONDS = 2.0
-_PHASES = {"input_seconds": "waiting for its input", "compute_seconds": "computing"}
+_PHASES = {"input_seconds": "waiting for its input", "compute_seconds": "in computing"}
 
 
 def slow_ranks(ranks: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
@@ -29,7 +29,7 @@ def slow_ranks(ranks: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
             others = 1e3 * statistics.median(other[key] for other in ranks if other is not mine) / steps
             if own > _TIMES * others and own - others > _MILLISECONDS:
                 notes.append(
-                    f"rank {mine['rank']} (host {mine['host']}) was slow: {own:.1f} ms per step in {phase}, where the "
+                    f"rank {mine['rank']} (host {mine['host']}) was slow: {own:.1f} ms per step {phase}, where the "
                     f"others need {others:.1f} ms"
                 )
     return notes
