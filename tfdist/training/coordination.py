@@ -27,6 +27,7 @@ from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.parameter_server import ParameterServer
 from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.leaving import Leaving
+from tfdist.training.phases import WORKERS, Phases
 from tfdist.training.private_keras import count_atomically
 from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.step import TrainingStep
@@ -49,6 +50,7 @@ class CoordinatedLoop:
         *,
         max_in_flight: int | None,
         leaving: Leaving | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Trace the step and start the workers' pipelines.
 
@@ -56,12 +58,15 @@ class CoordinatedLoop:
             batches: of (number, batch).
             max_in_flight: steps from the oldest that has not come back on.
             leaving: what this process is asked.
+            phases: where the chief is.
 
         Raises:
             UsageError: the dataset calls Python, which is not there on the workers.
         """
         self._step = step
         self._leaving = leaving
+        self.phases = phases or Phases(compiled=False)
+        """Where the chief is."""
         self._cluster = strategy.cluster
         self._pending: deque[tuple[int, Any]] = deque()
         self._in_chunk = 0
@@ -93,6 +98,10 @@ class CoordinatedLoop:
         Raises:
             EnvironmentProblem: a parameter server has gone, or all workers have.
         """
+        with self.phases.at(WORKERS):
+            return self._steps(steps, first, ahead)
+
+    def _steps(self, steps: int, first: int, ahead: int) -> Chunk:
         series: list[np.ndarray] = []
         seconds: list[float] = []
         start = time.monotonic()

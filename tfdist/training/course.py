@@ -19,6 +19,7 @@ from tfdist.training.coordination import CoordinatedLoop
 from tfdist.training.learning_rate import Plateau
 from tfdist.training.leaving import Why, why
 from tfdist.training.loops import TrainingLoop
+from tfdist.training.phases import ACTION
 from tfdist.training.resuming import BEST
 from tfdist.training.saving import Saver
 from tfdist.training.stopping import Decisions, less_is_better
@@ -232,9 +233,14 @@ class Course:
         self._saved_step, self._saved_at = self.step, time.monotonic()
 
     @property
+    def done(self) -> int:
+        """Steps that have been done, also while a chunk runs, or where it has failed."""
+        return self.step + (self._loop.steps_done() if self._in_chunk else 0)
+
+    @property
     def where(self) -> str:
         """How far the run has come, as in "at step 7"."""
-        return f"at step {self.step + self._loop.steps_done() + 1}" if self._in_chunk else f"after step {self.step}"
+        return f"at step {self.done + 1}" if self._in_chunk else f"after step {self.step}"
 
     @property
     def _ends(self) -> bool:
@@ -288,7 +294,9 @@ class Course:
             is_chief=self._session.is_chief,
         )
         voters = None if self._session.asynchronous else self._session.strategy
-        if act(self._actions, moment, voters) and self.step < self._plan.steps:
+        with self._loop.phases.at(ACTION):
+            stop = act(self._actions, moment, voters)
+        if stop and self.step < self._plan.steps:
             self.stopped = self.stopped or f"an action asked for it after step {self.step}"
 
     def _halted(self, chunk: Chunk) -> TfdistError:

@@ -27,6 +27,7 @@ from tfdist.training.exchange import Combine, Exchange
 from tfdist.training.gradients import Gradient, is_sparse, on_values
 from tfdist.training.local import LocalStep, Sums
 from tfdist.training.loss_scale import LossScale
+from tfdist.training.phases import Phases
 from tfdist.training.private_keras import without_second_reduction
 from tfdist.training.replica import ONLY
 from tfdist.training.state import combined, contributions
@@ -37,6 +38,10 @@ __all__ = ["ADDED", "StepResult", "TrainingStep"]
 ADDED = 4
 """Numbers that a tally has behind those of its layout, in the sum over replicas: how many had rows, how many had a loss
 that was not finite, the sum of the latter's ids, and the sum of requests to leave."""
+
+
+_TO_NEXT_INPUT, _TO_COLLECTIVE = 3, 2
+"""Marks of a step that adds up several batches: computing ─> waiting for input, and that ─> in the collective."""
 
 
 class StepResult(NamedTuple):
@@ -64,6 +69,8 @@ class StepResult(NamedTuple):
     """The sum of what replicas were asked (see `leaving.py`); training stops after this step where it is not 0."""
     tally: tf.Tensor
     """The sums that losses, rows, suspects, faults and leave were told from (see `TrainingStep.told`)."""
+    times: tf.Tensor
+    """When it began, had its input, its gradients and the sums over all replicas; 0 where no marks are passed."""
 
 
 class Told(NamedTuple):
@@ -102,6 +109,7 @@ class TrainingStep:
         fixed_shapes: bool = False,
         one_copy: bool = False,
         leave: tf.Variable | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Make the step's own variables; nothing is traced yet.
 
@@ -112,7 +120,9 @@ class TrainingStep:
             fixed_shapes: whether a collective must have the same shapes in every step.
             one_copy: whether the strategy's variables have one value for all replicas.
             leave: this process's request to leave; None where no step can read it.
+            phases: whose marks it passes; None: none.
         """
+        self.phases = phases or Phases(compiled=False)
         self._one_copy = one_copy
         self._leave = leave
         self._strategy = strategy
@@ -165,11 +175,17 @@ class TrainingStep:
         """
         rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self.optimizers.values()])
         factor = self.scale.value * self._spread if self.scale.dynamic else None
+        begun = self.phases.mark([])
         if self._accumulators is None:
             place = self._next_place() if place is None else place * self._strategy.num_replicas_in_sync
-            reduced = self._strategy.run(self._reduce, args=(next_batch(), place, factor))
+            batch = next_batch()
+            came = self.phases.mark(batch)
+            sums = self._strategy.run(self._local_sums, args=(batch, place, factor))
+            computed = self.phases.mark(sums)
         else:
-            reduced = self._reduce_several(next_batch, batches, factor)
+            sums, came, computed = self._sums_of_several(next_batch, batches, factor, begun)
+        reduced = self._strategy.run(self._over_replicas, args=(sums, factor))
+        times = tf.stack([begun, came, computed, self.phases.mark(reduced)])
         # The same on all replicas; gradients and state stay where they are.
         reduced = reduced._replace(**{name: self._first(getattr(reduced, name)) for name in _Reduced._fields[2:]})
         finite, policy = reduced.finite, self.settings.nan_policy
@@ -190,6 +206,7 @@ class TrainingStep:
             skipped=skipped,
             halt=halt,
             tally=reduced.tally,
+            times=times,
         )
 
     def told(self, tally: tf.Tensor) -> Told:
@@ -250,26 +267,37 @@ class TrainingStep:
         factor = tf.constant(1.0) if self.scale.dynamic else None
         return self._sums(batch, tf.constant(0, tf.int64), factor, []).tally
 
-    def _reduce(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None) -> _Reduced:
+    def _local_sums(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None) -> Sums:
         """Inside the replica step (traced)."""
-        return self._over_replicas(self._sums(batch, place, factor, []), factor)
+        return self._sums(batch, place, factor, [])
 
-    def _reduce_several(self, next_batch: Callable[[], Any], batches: Any, factor: tf.Tensor | None) -> _Reduced:
-        """Add up several global batches on each replica, then reduce once."""
+    def _sums_of_several(
+        self, next_batch: Callable[[], Any], batches: Any, factor: tf.Tensor | None, begun: tf.Tensor
+    ) -> tuple[Sums, tf.Tensor, tf.Tensor]:
+        """Add up several global batches on each replica.
+
+        Returns:
+            Each replica's sums, the time at which the input had come, had it come all at once, and that of the end.
+        """
         accumulators = self._accumulators
         assert accumulators is not None
 
-        def add(batch: Any, place: tf.Tensor) -> None:
-            accumulators.add(self._sums(batch, place, factor, accumulators.state()))
+        def add(batch: Any, place: tf.Tensor) -> Sums:
+            sums = self._sums(batch, place, factor, accumulators.state())
+            accumulators.add(sums)
+            return sums
 
-        def body(i: tf.Tensor) -> tuple[tf.Tensor]:
+        def body(i: tf.Tensor, came: tf.Tensor, computed: tf.Tensor) -> tuple[tf.Tensor, ...]:
             place = self._next_place()
-            self._strategy.run(add, args=(next_batch(), place))
-            return (i + 1,)
+            batch = next_batch()
+            waited = self.phases.mark(batch) - computed
+            sums = self._strategy.run(add, args=(batch, place))
+            return i + 1, came + waited, self.phases.mark(sums, _TO_NEXT_INPUT)
 
         self._strategy.run(lambda: accumulators.reset(self.local.start(_replica_id())))
-        tf.while_loop(lambda i: i < batches, body, (tf.constant(0),))
-        return self._strategy.run(lambda: self._over_replicas(accumulators.sums(), factor))
+        _, came, computed = tf.while_loop(lambda i, *_: i < batches, body, (tf.constant(0), begun, begun))
+        self.phases.mark([computed], _TO_COLLECTIVE)
+        return self._strategy.run(accumulators.sums), came, computed
 
     def _over_replicas(self, sums: Sums, factor: tf.Tensor | None) -> _Reduced:
         """Inside the replica step (traced): the sums of all replicas, and what follows from them."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import socket
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ import tensorflow as tf
 
 from tfdist.checkpoints.checkpoint import find
 from tfdist.checkpoints.store import Store
+from tfdist.cluster import watchdog
 from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
+from tfdist.cluster.places import Seen
 from tfdist.cluster.runtime import terminal_width
 from tfdist.config import Settings, learning_rate
 from tfdist.errors import Interrupted, Preempted, TfdistError, UsageError
@@ -40,6 +43,7 @@ from tfdist.training.leaving import Leaving, Why
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
+from tfdist.training.phases import Phases
 from tfdist.training.prediction import PredictionLoop
 from tfdist.training.replica import ONLY
 from tfdist.training.report import Report
@@ -53,6 +57,7 @@ from tfdist.training.resuming import (
     restore_weights,
 )
 from tfdist.training.saving import Saver, named
+from tfdist.training.slowness import slow_ranks
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions, less_is_better
 from tfdist.training.task import Task, in_float32, unpack
@@ -108,6 +113,7 @@ class Trainer:
         self._saver = Saver(None, {})
         self._resumed: Resumed | None = None
         self._snapshot: Snapshot | None = None
+        self._phases = Phases()
         self._splits: dict[str, Examples] = {}
         self._evaluations: dict[str, tuple[EvaluationLoop, Any]] = {}
         given.check_for(self.session.backend)
@@ -152,6 +158,8 @@ class Trainer:
             console = open_console(visible=self._speaks, width=terminal_width(self.session.identity))
             stack.callback(console.close)
             with ends_the_job(channel, lambda: "before training"):
+                self._watch()
+                stack.callback(watchdog.stop, channel)
                 self._course = course = self._begin(plan, console)
             with ends_the_job(channel, lambda: course.where):
                 course.run()
@@ -161,6 +169,8 @@ class Trainer:
                 raise _left(course.left, self.step, self.settings.checkpoint_dir)
             with ends_the_job(channel, lambda: f"after step {self.step}"):
                 report = self._report(course)
+            for note in slow_ranks(report.ranks, self._phases.steps):
+                console.note(note)
             console.end(_summary(report, course))
         return report
 
@@ -360,6 +370,24 @@ class Trainer:
             self._splits[split] = load_examples(self.task, split, count=count, notice=self._notice)
         return self._splits[split]
 
+    def _watch(self) -> None:
+        """From now until the end of `fit`, a process that dies or stands still ends the job."""
+        settings = self.settings
+        watchdog.start(
+            self.session.channel,
+            self.session.identity,
+            self._seen,
+            stall_timeout=settings.stall_timeout,
+            folder=Path(settings.checkpoint_dir or "."),
+            notice=self._notice,
+        )
+
+    def _seen(self) -> Seen:
+        """Where this process is. Called from a thread."""
+        marks, phase = self._phases.read()
+        step = 0 if self._course is None else self._course.done
+        return Seen(step, marks, self._phases.moves, phase, self._phases.begun)
+
     @property
     def _speaks(self) -> bool:
         return self.session.is_chief and not self.settings.quiet
@@ -408,6 +436,7 @@ class Trainer:
             fixed_shapes=self.session.fixed_shapes,
             one_copy=self.session.one_copy,
             leave=None if self.session.asynchronous else self._leaving.request,
+            phases=None if self.session.asynchronous else self._phases,
         )
         order: dict[str, Any] = {
             "global_batch_size": self.global_batch_size,
@@ -427,6 +456,7 @@ class Trainer:
                 list(self.optimizers.values()),
                 max_in_flight=self.settings.max_in_flight,
                 leaving=self._leaving,
+                phases=self._phases,
             )
         else:
             done = first * accumulate
@@ -530,7 +560,10 @@ class Trainer:
             by_weight = self.settings.loss_reduction == "weighted_mean"
             metrics = MetricTotals(self.task.metrics(), by_weight=by_weight)
             metrics.see(self._samples(examples))
-            loop = EvaluationLoop(strategy, self.task, self.model, metrics, iterator, values=self._evaluated_values())
+            values = self._evaluated_values()
+            loop = EvaluationLoop(
+                strategy, self.task, self.model, metrics, iterator, values=values, phases=self._phases
+            )
             self._evaluations[split] = loop, iterator
         return *self._evaluations[split], examples.steps_per_epoch(self.global_batch_size)
 
@@ -553,6 +586,16 @@ class Trainer:
                 samples.append((labels, in_float32(self.model(inputs, training=False))))
         return samples
 
+    def _own_seconds(self) -> dict[str, Any]:
+        waiting, computing, collective = self._phases.seconds.tolist()
+        return {
+            "rank": self.session.identity.rank,
+            "host": socket.gethostname(),
+            "input_seconds": waiting,
+            "compute_seconds": computing,
+            "collective_seconds": collective,
+        }
+
     def _report(self, course: Course) -> Report:
         weights = digest(self.model.trainable_variables)
         state = digest([*self._variables(), *self._step.variables])
@@ -563,6 +606,7 @@ class Trainer:
             state,
             way_out="Look for code in the task that changes variables outside of the step.",
         )
+        ranks = self.session.channel.exchange("the seconds of each phase", self._own_seconds())
         parts_count = len(self.optimizers)
         chunks = course.chunks or [columns(np.zeros((0, width(parts_count)), np.float32), np.zeros(0), parts_count)]
         losses, rates, penalties, rows, seconds = (
@@ -601,6 +645,7 @@ class Trainer:
             traces={"train": self._loop.traces}
             | {f"evaluate {s}": e.traces for s, (e, _) in self._evaluations.items()},
             checkpoints=None if self.settings.checkpoint_dir is None else self._saver.describe(),
+            ranks=[] if self.session.asynchronous else ranks,
             workers=self._loop.describe() if isinstance(self._loop, CoordinatedLoop) else None,
             intra_op_threads=self.session.intra_op_threads,
             versions=reporting.versions(),
