@@ -324,7 +324,7 @@ def build(cache: Path, *arguments: str, python: str = sys.executable, **settings
     return done.returncode, done.stdout, done.stderr
 
 
-def assert_refused(result: tuple[int, str, str], *parts: str, code: int = 1) -> None:
+def assert_refused(result: tuple[int, str, str], *parts: str, code: int = 3) -> None:
     returned, _, errors = result
     assert returned == code, errors
     assert len(errors.strip().splitlines()) == 1, errors

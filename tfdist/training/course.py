@@ -19,7 +19,7 @@ from tfdist.training.coordination import CoordinatedLoop
 from tfdist.training.learning_rate import Plateau
 from tfdist.training.leaving import Why, why
 from tfdist.training.loops import TrainingLoop
-from tfdist.training.phases import ACTION
+from tfdist.training.phases import ACTION, SAVING
 from tfdist.training.resuming import BEST
 from tfdist.training.saving import Saver
 from tfdist.training.stopping import Decisions, less_is_better
@@ -229,7 +229,8 @@ class Course:
         }
         state = {**self._about, "epoch": self._plan.epoch(self.step), "run": run}
         arrays = {} if best is None else dict(zip([BEST + name for name in self._kept], best[0], strict=True))
-        self._saver.save(self.step, state, arrays, score)
+        with self._loop.phases.at(SAVING):
+            self._saver.save(self.step, state, arrays, score)
         self._saved_step, self._saved_at = self.step, time.monotonic()
 
     @property

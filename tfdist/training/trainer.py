@@ -43,7 +43,7 @@ from tfdist.training.leaving import Leaving, Why
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import EvaluationLoop, TrainingLoop
 from tfdist.training.metrics import MetricTotals
-from tfdist.training.phases import Phases
+from tfdist.training.phases import SAVING, Phases
 from tfdist.training.prediction import PredictionLoop
 from tfdist.training.replica import ONLY
 from tfdist.training.report import Report
@@ -163,7 +163,8 @@ class Trainer:
                 self._course = course = self._begin(plan, console)
             with ends_the_job(channel, lambda: course.where):
                 course.run()
-                together(channel, "saving", self._saver.finish)
+                with self._phases.at(SAVING):
+                    together(channel, "saving", self._saver.finish)
                 course.restore_best()
             if course.left is not None:
                 raise _left(course.left, self.step, self.settings.checkpoint_dir)
