@@ -1,4 +1,4 @@
-"""The command line: `tfdist train`, `launch`, `check` and `checkpoints`. `scripts/train.py` is the first of them.
+"""The command line: `tfdist train`, `launch`, `check`, `checkpoints` and more. `scripts/train.py` is the first of them.
 
 Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
 """
@@ -25,7 +25,15 @@ from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
-from tfdist.config import CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, Settings, TrainCommand
+from tfdist.config import (
+    ChaosCommand,
+    CheckCommand,
+    CheckpointsCommand,
+    EvaluateCommand,
+    LaunchCommand,
+    Settings,
+    TrainCommand,
+)
 from tfdist.errors import TfdistError, UsageError, closest
 
 if TYPE_CHECKING:
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand
+Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand | ChaosCommand
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _launch(arguments, identity)
         if arguments[:1] == ["checkpoints"]:
             return _checkpoints(arguments, identity)
+        if arguments[:1] == ["chaos"]:
+            return _chaos(arguments, identity)
         from tfdist.strategies.session import process
 
         _, channel = process()
@@ -149,6 +159,19 @@ def _check(command: CheckCommand, identity: Identity) -> int:
     if command.json is not None:
         check_writable(command.json, "json")
     return 0 if check(command) else 1
+
+
+def _chaos(arguments: Sequence[str], identity: Identity) -> int:
+    if identity.launcher != "alone":
+        raise UsageError("tfdist chaos starts its own processes. Run it without mpirun or TF_CONFIG.")
+    command = _parse(arguments)
+    assert isinstance(command, ChaosCommand)
+    from tfdist.evidence.chaos import chaos
+    from tfdist.training.report import check_writable
+
+    if command.json is not None:
+        check_writable(command.json, "json")
+    return 0 if chaos(command) else 1
 
 
 def _checkpoints(arguments: Sequence[str], identity: Identity) -> int:
@@ -277,6 +300,7 @@ _COMMANDS: dict[str, type[Any]] = {
     "check": CheckCommand,
     "checkpoints": CheckpointsCommand,
     "evaluate": EvaluateCommand,
+    "chaos": ChaosCommand,
 }
 
 
@@ -303,6 +327,10 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
     evaluate = _command_parser(EvaluateCommand, "Evaluate the model of a checkpoint, on any backend.")
     commands.add_subcommand("evaluate", evaluate, help="evaluate the model of a checkpoint")
+    chaos = _command_parser(
+        ChaosCommand, "Kill jobs at random moments, and see that they end as one does that is left alone."
+    )
+    commands.add_subcommand("chaos", chaos, help="show that jobs survive being killed on this machine")
     checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")
     commands.add_subcommand("checkpoints", checkpoints, help="list, verify and compare checkpoints")
     return parser
