@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check clean
+.PHONY: help setup train test test-full check clean
 
 # Open MPI refuses to run as root unless it is told twice; PRTE is the launcher of Open MPI 5.
 ifeq ($(shell id -u),0)
@@ -14,7 +14,7 @@ endif
 enter := source .venv/bin/activate &&
 
 help:  ## List these targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
 	@echo
 	@echo 'Variables: PYTHON=python3.12, TFDIST_MPI=wheel|system, TFDIST_DEVICE=cpu|cuda, TFDIST_HOROVOD=yes|no,'
 	@echo '           TFDIST_TEST_TOOLS=yes|no, TRAIN_ARGS="--epochs 2", PYTEST_ARGS="-k name"'
@@ -26,10 +26,13 @@ train: setup  ## Train the digits model on four processes with Horovod
 	$(root_note)
 	$(enter) mpirun -np 4 python scripts/train.py --backend horovod $(TRAIN_ARGS)
 
-test: setup  ## Run the tests
+test: setup  ## Run the tests (about ten minutes on two cores)
 	@bash scripts/test_tools.sh
 	$(root_note)
 	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-full:  ## Run them on more backends, numbers of replicas and variants (about half an hour)
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="--full $(PYTEST_ARGS)"
 
 check: setup  ## Check format, lint and types
 	$(enter) ruff format --check . && ruff check . && mypy

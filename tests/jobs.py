@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 300.0
+"""Seconds after which a job is taken for hanging. Jobs take 5 to 20 on an idle machine, and many more on a busy one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +34,14 @@ class Ended:
 
 
 def run_mpi(
-    ranks: int, script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None
+    ranks: int, script: str | Path, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None
 ) -> Ended:
     """`mpirun -np ranks python script args`."""
     start = [mpirun(), "--oversubscribe", "-np", str(ranks)]
     return Job([*start, *python(script, args)], environment(env)).finish(timeout)
 
 
-def run_alone(script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
+def run_alone(script: str | Path, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None) -> Ended:
     """`python script args`, as a process that no launcher started."""
     return Job(python(script, args), environment(env)).finish(timeout)
 
@@ -59,7 +61,7 @@ def run_tf_config(
     processes: int,
     script: str | Path,
     *args: object,
-    timeout: float = 120,
+    timeout: float = LIMIT,
     env: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """The script in several processes that know of each other by `TF_CONFIG` alone."""
