@@ -284,6 +284,39 @@ class Failing(ToyNet):
 
 
 @dataclasses.dataclass(kw_only=True)
+class Delayed(ToyNet):
+    """On process `rank` each example, or each step (`what`), takes `seconds` longer, from number `after` on."""
+
+    what: str = "input"
+    rank: int = 1
+    seconds: float = 0.002
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        self.count = 0
+
+    def evaluation_splits(self) -> tuple[str, ...]:
+        return ()
+
+    def dataset(self, split: str) -> Any:
+        examples = tf.data.Dataset.from_tensor_slices(super().dataset(split))
+        return examples.map(lambda x, y: (self.late(x), y)) if self.what == "input" else examples
+
+    def losses(self, labels: Any, predictions: Any) -> tf.Tensor:
+        losses = super().losses(labels, predictions)
+        return losses + tf.stop_gradient(self.late(losses) - losses) if self.what == "step" else losses
+
+    def late(self, value: tf.Tensor) -> tf.Tensor:
+        def wait(value: Any) -> Any:
+            self.count += 1
+            if identify().rank == self.rank and self.count > self.after:
+                time.sleep(self.seconds)
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(wait, [value], value.dtype), value.shape)
+
+
+@dataclasses.dataclass(kw_only=True)
 class Wrapped(ToyLine):
     """A task that hands in an optimizer which Horovod has wrapped."""
 

@@ -1,4 +1,4 @@
-"""The command line: `tfdist train`, `launch` and `check`. `scripts/train.py` is the first of them.
+"""The command line: `tfdist train`, `launch`, `check` and `checkpoints`. `scripts/train.py` is the first of them.
 
 Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
 """
@@ -6,12 +6,13 @@ Only the chief speaks. `--help` and wrong flags are answered without importing T
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,13 +25,15 @@ from tfdist.cluster.causes import account, cause_of
 from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
-from tfdist.config import CheckCommand, LaunchCommand, Settings, TrainCommand
+from tfdist.config import CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, Settings, TrainCommand
 from tfdist.errors import TfdistError, UsageError, closest
 
 if TYPE_CHECKING:
     from tfdist.strategies.session import Session
 
 __all__ = ["main"]
+
+Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,12 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _answer_help(arguments, identity)
         if arguments[:1] == ["launch"]:
             return _launch(arguments, identity)
+        if arguments[:1] == ["checkpoints"]:
+            return _checkpoints(arguments, identity)
         from tfdist.strategies.session import process
 
         _, channel = process()
         command = together(channel, "reading the command line", lambda: _parse(arguments))
         if isinstance(command, CheckCommand):
             return _check(command, identity)
+        if isinstance(command, EvaluateCommand):
+            from tfdist.evaluating import evaluate
+
+            evaluate(command, identity)
+            return 0
         assert isinstance(command, TrainCommand)
         _train(command, identity)
     except KeyboardInterrupt:
@@ -85,6 +95,7 @@ def _train(command: TrainCommand, identity: Identity) -> None:
 
     from tfdist.tasks.load import load_task
     from tfdist.training import report
+    from tfdist.training.exporting import check_export
     from tfdist.training.trainer import Trainer
 
     if command.report is not None:
@@ -92,11 +103,21 @@ def _train(command: TrainCommand, identity: Identity) -> None:
         together(
             channel, "checking the report's path", lambda: report.check_writable(path) if identity.is_chief else None
         )
+    for path in command.export:
+        together(channel, "checking export", functools.partial(_if_chief, identity, check_export, path))
     task = together(channel, "loading the task", lambda: load_task(command.task, command.task_args))
     settings = {field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)}
-    result = Trainer(task, **settings).fit()
+    trainer = Trainer(task, **settings)
+    result = trainer.fit()
+    for path in command.export:
+        trainer.export(path)
     if command.report is not None and identity.is_chief:
         report.write(result, command.report)
+
+
+def _if_chief(identity: Identity, check: Callable[[Path], None], path: Path) -> None:
+    if identity.is_chief:
+        check(path)
 
 
 def _launch(arguments: Sequence[str], identity: Identity) -> int:
@@ -130,6 +151,25 @@ def _check(command: CheckCommand, identity: Identity) -> int:
     return 0 if check(command) else 1
 
 
+def _checkpoints(arguments: Sequence[str], identity: Identity) -> int:
+    command = _parse(arguments)
+    assert isinstance(command, CheckpointsCommand)
+    if not identity.is_chief:
+        return 0  # one answer is enough
+    from tfdist.checkpoints import show
+    from tfdist.training.report import check_writable
+
+    if command.json is not None:
+        check_writable(command.json, "json")
+    if command.diff:
+        runtime.prepare(identity)
+        runtime.import_tensorflow()
+        show.differences(command.folder, command.diff, command.json)
+        return 0
+    whole = show.listing(command.folder, verify=command.verify, json_file=command.json)
+    return 0 if whole or not command.verify else 1
+
+
 def _show(session: Session) -> None:
     """The resolved cluster as a table, one row for each process, printed by the chief."""
     places = session.places()
@@ -150,7 +190,7 @@ def _show(session: Session) -> None:
     sys.stdout.flush()
 
 
-def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand | LaunchCommand:
+def _parse(arguments: Sequence[str]) -> Command:
     try:
         values = _parser().parse_args(list(arguments))
     except RuntimeError:  # of the parser, over a mapping where it expects none
@@ -164,7 +204,7 @@ def _parse(arguments: Sequence[str]) -> TrainCommand | CheckCommand | LaunchComm
         raise UsageError("no command. Try: tfdist train --help")
     fields = {field.name for field in dataclasses.fields(_COMMANDS[name])}
     given: dict[str, Any] = {key: value for key, value in vars(values[name]).items() if key in fields}
-    command: TrainCommand | CheckCommand | LaunchCommand = _COMMANDS[name](
+    command: Command = _COMMANDS[name](
         **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     )
     return command
@@ -185,6 +225,9 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
             return UsageError(f"--{flag} is a flag of tfdist launch. Write it before --: tfdist launch --{flag} … -- …")
         near = closest(flag, [name.replace("_", "-") for name in fields])
         return UsageError(f"--{flag} is not a flag.{near} See: tfdist {command} --help")
+    required = re.search(r"arguments are required: \w+\.(\w+)", message)
+    if required:
+        return UsageError(f"no {required.group(1)} is given. Write: tfdist {command} {required.group(1).upper()}")
     option = re.search(r"does not accept option '([\w.-]+)'", message)
     if option:
         return UsageError(f"{option.group(1)} is not a setting of tfdist {command}.{closest(option.group(1), fields)}")
@@ -228,7 +271,13 @@ _GROUPS = {
 
 _METAVARS = {str: "WORD", int: "N", Path: "PATH"}
 
-_COMMANDS: dict[str, type[Any]] = {"train": TrainCommand, "launch": LaunchCommand, "check": CheckCommand}
+_COMMANDS: dict[str, type[Any]] = {
+    "train": TrainCommand,
+    "launch": LaunchCommand,
+    "check": CheckCommand,
+    "checkpoints": CheckpointsCommand,
+    "evaluate": EvaluateCommand,
+}
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -252,6 +301,10 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("launch", launch, help="start tfdist train in several processes, and watch over them")
     check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
+    evaluate = _command_parser(EvaluateCommand, "Evaluate the model of a checkpoint, on any backend.")
+    commands.add_subcommand("evaluate", evaluate, help="evaluate the model of a checkpoint")
+    checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")
+    commands.add_subcommand("checkpoints", checkpoints, help="list, verify and compare checkpoints")
     return parser
 
 
@@ -269,6 +322,9 @@ def _command_parser(command: type, description: str) -> jsonargparse.ArgumentPar
     for field in sorted(dataclasses.fields(command), key=lambda f: order.index(f.name) if f.name in order else -1):
         option: dict[str, Any] = {"default": field.default, "help": documentation[field.name]}
         kind = types[field.name]
+        if field.default is dataclasses.MISSING:
+            parser.add_argument(field.name, type=kind, metavar=field.name.upper(), help=documentation[field.name])
+            continue
         if kind is bool:
             option["action"] = "store_true"
         elif typing.get_origin(kind) is tuple:
@@ -277,6 +333,8 @@ def _command_parser(command: type, description: str) -> jsonargparse.ArgumentPar
             option["default"] = list(getattr(command, field.name))
             if field.name == "task_args":
                 option["action"] = "extend"
+            if "metavar" in field.metadata:  # of a fixed number
+                option |= {"metavar": field.metadata["metavar"], "nargs": len(field.metadata["metavar"])}
         else:
             option["type"] = kind
         title = next((title for title, names in _GROUPS.items() if field.name in names), "")

@@ -14,7 +14,16 @@ from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
-__all__ = ["CheckCommand", "LaunchCommand", "Settings", "TrainCommand", "learning_rate", "save_interval"]
+__all__ = [
+    "CheckCommand",
+    "CheckpointsCommand",
+    "EvaluateCommand",
+    "LaunchCommand",
+    "Settings",
+    "TrainCommand",
+    "learning_rate",
+    "save_interval",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,6 +376,53 @@ class CheckCommand:
             check_backend(name)
         for count in self.replicas:
             _within("replicas", count, 1, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """The command line of `tfdist evaluate`."""
+
+    checkpoint: Path | None = None
+    """A checkpoint, or a folder of checkpoints, of which the newest is taken."""
+    split: tuple[str, ...] = ()
+    """Splits of the task. Unset: those that training evaluates."""
+    task: str | None = None
+    """As of tfdist train. Unset: what the checkpoint was trained with."""
+    task_args: tuple[str, ...] = ()
+    """Fields of the task to set, as name=value."""
+    backend: str | None = None
+    """As of tfdist train; any backend can evaluate what another one has trained."""
+    replicas: int | None = None
+    """Devices of each process."""
+    global_batch_size: int | None = None
+    """Examples over all replicas that are worked on at a time. Unset: as in training."""
+    json: Path | None = None
+    """Write the results to this JSON file."""
+    quiet: bool = False
+    """Print nothing but results and errors."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is None:
+            raise UsageError("evaluate needs a checkpoint. Set --checkpoint to one, or to a folder of checkpoints.")
+        check_backend(self.backend)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointsCommand:
+    """The command line of `tfdist checkpoints`."""
+
+    folder: Path
+    """A folder of checkpoints, or a checkpoint."""
+    verify: bool = False
+    """Check the SHA-256 of all files. Ends with 1 where one is damaged."""
+    diff: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": ("A", "B")})
+    """Say what differs between two checkpoints, given by their steps or paths."""
+    json: Path | None = None
+    """Write all of it to this JSON file."""
+
+    def __post_init__(self) -> None:
+        if self.diff and self.verify:
+            raise UsageError("--diff and --verify are both set. Checksums are checked by --diff, too: leave one out.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ def step(parts: int, place: int, **changes: Any) -> StepResult:
         "suspects": [2.0, 5.0],
         "faults": [3.0, 0.0, 1.0 + place],
         "tally": [],
+        "times": [],
     }
     return StepResult(**{name: tf.constant(value) for name, value in (fields | changes).items()})
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tfdist.cli import _parse
-from tfdist.config import CheckCommand, Settings, TrainCommand
+from tfdist.config import CheckCommand, CheckpointsCommand, Settings, TrainCommand
 from tfdist.errors import UsageError
 
 
@@ -65,6 +65,18 @@ def test_flags_of_check() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("runs/a", CheckpointsCommand(folder=Path("runs/a"))),
+        ("runs/a --verify --json a.json", CheckpointsCommand(folder=Path("runs/a"), verify=True, json=Path("a.json"))),
+        ("--diff 100 b runs/a", CheckpointsCommand(folder=Path("runs/a"), diff=("100", "b"))),
+    ],
+)
+def test_flags_of_checkpoints(words: str, command: CheckpointsCommand) -> None:
+    assert _parse(["checkpoints", *words.split()]) == command
+
+
 def test_a_file_gives_settings_and_later_flags_win(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("steps: 3\nema: 0.5\nweight_decay: 0.1\nweight_decay_exclude: [bias]\n")
     command = _parse(["train", "--config", str(tmp_path / "run.yaml"), "--steps", "4"])
@@ -91,6 +103,12 @@ def test_a_file_gives_settings_and_later_flags_win(tmp_path: Path) -> None:
         ),
         ("train --clip-norm 0", "clip_norm=0.0 must be a finite number above 0."),
         ("train --clip-norm .nan", "clip_norm=nan must be a finite number above 0."),
+        ("checkpoints", "no folder is given. Write: tfdist checkpoints FOLDER"),
+        ("checkpoints a --verfy", "--verfy is not a flag. Did you mean 'verify'? See: tfdist checkpoints --help"),
+        (
+            "checkpoints a --verify --diff 1 2",
+            "--diff and --verify are both set. Checksums are checked by --diff, too: leave one out.",
+        ),
         ("check --replicas 0", "replicas=0 must be 1 or more."),
         ("check --replicas two", "replicas=two must be a whole number."),
     ],

@@ -51,6 +51,10 @@ class Channel(Protocol):
     def arrive(self) -> Callable[[], bool]:
         """Say that this process has come to the end. The result tells whether all have, or one has gone."""
 
+    @property
+    def address(self) -> str | None:
+        """On rank 0: the address of its host that the others have reached, where the channel knows it."""
+
     def abort(self, code: int) -> None:
         """End all processes of the job at once with this exit code, as far as the launcher allows."""
 
@@ -60,6 +64,7 @@ class Alone:
 
     rank = 0
     size = 1
+    address: str | None = None
 
     def exchange(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
         if failure is not None:
@@ -75,6 +80,8 @@ class Alone:
 
 class MpiChannel:
     """Messages over a duplicate of MPI's world, apart from Horovod's own traffic. Buffers of JSON, no pickle."""
+
+    address: str | None = None
 
     def __init__(self) -> None:
         # Initializes MPI, and registers its finalization: Horovod must find MPI running, or it would finalize it

@@ -62,6 +62,13 @@ class TcpChannel:
         self._gone: EnvironmentProblem | None = None
         self._peers = self._receive_all(meeting, tag) if rank == 0 else [self._find(meeting, tag)]
 
+    @property
+    def address(self) -> str | None:
+        """See `Channel`."""
+        if self.rank != 0 or not self._peers:
+            return None
+        return str(self._peers[0].getsockname()[0]).removeprefix("::ffff:")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TcpChannel:
         return self  # programs copy objects that hold a strategy; there is one group of processes
 

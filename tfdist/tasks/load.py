@@ -46,7 +46,10 @@ def load_task(spec: str, arguments: Sequence[str] = ()) -> Task:
         there = f"It has {', '.join(tasks)}." if tasks else "It has no subclass of tfdist.Task."
         detail = f"no class {name!r}" if cls is None else f"{name!r}, but it is not a subclass of tfdist.Task"
         raise UsageError(f"task={spec!r}: {place} has {detail}. {there}")
-    return _with_arguments(spec, cls, arguments)
+    task = _with_arguments(spec, cls, arguments)
+    # What a checkpoint says of its task, so that `tfdist evaluate` finds it.
+    object.__setattr__(task, "loaded_from", [spec, *arguments])
+    return task
 
 
 def _from_file(spec: str, path: Path) -> ModuleType:

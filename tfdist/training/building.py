@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +21,7 @@ from tfdist.training.private_keras import normalizations
 from tfdist.training.replica import ONLY
 from tfdist.training.task import Task
 
-__all__ = ["build_model", "build_optimizers", "check_task", "digest", "structure"]
+__all__ = ["build_model", "build_optimizers", "check_task", "digest", "source_digest", "structure"]
 
 
 def check_task(task: Task) -> None:
@@ -147,6 +149,15 @@ def _check_optimizer(task: Task, optimizer: Any, settings: Settings) -> None:
 def structure(variables: Iterable[keras.Variable]) -> list[list[Any]]:
     """Path, shape, dtype and whether it is trained, of each variable; what all ranks must agree on."""
     return [[unnumbered(v.path), list(v.shape), v.dtype, bool(v.trainable)] for v in variables]
+
+
+def source_digest(cls: type) -> str:
+    """SHA-256 over the source code of a task's class and of its bases, as far as there is some."""
+    total = hashlib.sha256()
+    for base in cls.__mro__:
+        with contextlib.suppress(OSError, TypeError):  # built in, or typed at a prompt
+            total.update(inspect.getsource(base).encode())
+    return total.hexdigest()
 
 
 def digest(variables: Iterable[keras.Variable | tf.Variable]) -> str:

@@ -30,28 +30,33 @@ class Chunk(NamedTuple):
     """Of the last step: how many replicas had a loss that was not finite, and the sum of their ids."""
     faults: np.ndarray
     """Of the last step: counts of `weighting.FAULTS`."""
+    leave: float
+    """The largest sum of requests to leave (see `leaving.why`)."""
 
 
 def row(result: StepResult) -> tf.Tensor:
     """A step's numbers, a float32 vector of `width(parts)` (traced)."""
     alone = (result.penalty, result.rows, result.skipped, result.halt)
     numbers = tf.stack([tf.cast(value, tf.float32) for value in alone])
-    return tf.concat([result.losses, result.rates, numbers, result.suspects, result.faults], 0)
+    return tf.concat([result.losses, result.rates, numbers, result.suspects, [result.leave], result.faults], 0)
 
 
 def width(parts: int) -> int:
     """The length of a row."""
-    return 2 * parts + 4 + 2 + len(FAULTS)
+    return 2 * parts + 4 + 3 + len(FAULTS)
 
 
 def columns(rows: np.ndarray, seconds: np.ndarray, parts: int) -> Chunk:
     """The chunk of some rows, one after the other.
 
     Args:
-        rows: shape `[steps, width(parts)]`; at least one.
+        rows: shape `[steps, width(parts)]`.
         seconds: that each step took.
     """
-    losses, rates, alone, suspects, faults = np.split(rows, np.cumsum([parts, parts, 4, 2]), axis=1)
+    if not len(rows):
+        nothing = columns(np.zeros((1, width(parts)), np.float32), np.zeros(1), parts)
+        return nothing._replace(**{name: getattr(nothing, name)[:0] for name in Chunk._fields[:6]})
+    losses, rates, alone, suspects, leave, faults = np.split(rows, np.cumsum([parts, parts, 4, 2, 1]), axis=1)
     return Chunk(
         losses=losses,
         rates=rates,
@@ -62,4 +67,5 @@ def columns(rows: np.ndarray, seconds: np.ndarray, parts: int) -> Chunk:
         halted=bool(alone[-1, 3] > 0),
         suspects=(int(suspects[-1, 0]), int(suspects[-1, 1])),
         faults=faults[-1],
+        leave=float(leave.max()),
     )

@@ -26,6 +26,8 @@ from tfdist.cluster.tcp_channel import START_SECONDS, start_seconds
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.parameter_server import ParameterServer
 from tfdist.training.chunk import Chunk, columns, row, width
+from tfdist.training.leaving import Leaving
+from tfdist.training.phases import WORKERS, Phases
 from tfdist.training.private_keras import count_atomically
 from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.step import TrainingStep
@@ -47,17 +49,24 @@ class CoordinatedLoop:
         optimizers: Sequence[keras.optimizers.Optimizer],
         *,
         max_in_flight: int | None,
+        leaving: Leaving | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Trace the step and start the workers' pipelines.
 
         Args:
             batches: of (number, batch).
             max_in_flight: steps from the oldest that has not come back on.
+            leaving: what this process is asked.
+            phases: where the chief is.
 
         Raises:
             UsageError: the dataset calls Python, which is not there on the workers.
         """
         self._step = step
+        self._leaving = leaving
+        self.phases = phases or Phases(compiled=False)
+        """Where the chief is."""
         self._cluster = strategy.cluster
         self._pending: deque[tuple[int, Any]] = deque()
         self._in_chunk = 0
@@ -84,15 +93,28 @@ class CoordinatedLoop:
         refuse_stateful(self._compiled.graph, *OF_A_STEP)
 
     def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
-        """Do `steps` steps, and begin up to `ahead` of those that follow.
+        """Do `steps` steps, and begin up to `ahead` of those that follow; asked to leave, do what has begun.
 
         Raises:
             EnvironmentProblem: a parameter server has gone, or all workers have.
         """
-        series, seconds = [], []
+        with self.phases.at(WORKERS):
+            return self._steps(steps, first, ahead)
+
+    def _steps(self, steps: int, first: int, ahead: int) -> Chunk:
+        series: list[np.ndarray] = []
+        seconds: list[float] = []
         start = time.monotonic()
-        for number in range(first, first + steps):
-            self._schedule(number, first + steps + ahead)
+        end, limit, asked = first + steps, first + steps + ahead, 0.0
+        while first + len(series) < end:
+            number = first + len(series)
+            asked = asked or (self._leaving.asked if self._leaving else 0.0)
+            if asked:  # what is under way is done first, and nothing else is begun
+                under_way = self._pending[-1][0] + 1 if self._pending else number
+                end = limit = max(first + 1, under_way)
+                if number >= end:
+                    break
+            self._schedule(number, limit)
             entry, passed = self._result()
             now = time.monotonic()
             seconds.append(now - start)
@@ -103,7 +125,12 @@ class CoordinatedLoop:
             if columns(entry[np.newaxis], np.zeros(1), self._step.parts).halted:
                 self._let_go()
                 break
-        return columns(np.array(series), np.array(seconds), self._step.parts)
+        return columns(np.array(series), np.array(seconds), self._step.parts)._replace(leave=asked)
+
+    @property
+    def variables(self) -> tuple[tf.Variable, ...]:
+        """What a run must keep to go on, beside the step's variables."""
+        return (self.updates,)
 
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""

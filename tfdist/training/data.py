@@ -19,7 +19,7 @@ from tfdist.errors import UsageError
 from tfdist.training.randomness import refuse_stateful
 from tfdist.training.task import Task
 
-__all__ = ["Examples", "load_examples", "row_count", "with_a_row"]
+__all__ = ["Examples", "load_examples", "load_inputs", "row_count", "with_a_row"]
 
 Batches = Iterator[Any]
 Augment = Callable[[Any, tf.Tensor], Any]
@@ -51,22 +51,28 @@ class Examples:
         seed: int,
         shuffle_buffer: int,
         augment: Augment | None = None,
+        first: int = 0,
     ) -> Batches:
         """An endless iterator over the replicas' pieces of the global batches, epoch after epoch.
 
         Each epoch is shuffled by (seed, epoch) through a buffer of `shuffle_buffer` examples (0: not at all), and cut
         into global batches by itself. `augment` then changes the examples of each piece, with a seed that belongs to
         the example's place in the run.
+
+        Args:
+            first: global batches of the run that come before these.
         """
         # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
         # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
         tf.random.set_seed(1)
         change = None if augment is None else _augmented(augment, seed, self.dataset.element_spec)
+        begun, done = (0, first) if self.size is None else divmod(first, self.steps_per_epoch(global_batch_size))
+        start = begun, done * global_batch_size
 
         def epoch(index: tf.Tensor) -> tf.data.Dataset:
-            return self._epoch(index, seed, shuffle_buffer, places=augment is not None).batch(global_batch_size)
+            return self._epoch(index, seed, shuffle_buffer, start, places=augment is not None).batch(global_batch_size)
 
-        return _distribute(strategy, lambda: tf.data.Dataset.counter().flat_map(epoch), change, tuned=self.tuned)
+        return _distribute(strategy, lambda: tf.data.Dataset.counter(begun).flat_map(epoch), change, tuned=self.tuned)
 
     def numbered_batches(
         self,
@@ -76,26 +82,41 @@ class Examples:
         shuffle_buffer: int,
         epochs: int | None,
         augment: Augment | None = None,
+        first: int = 0,
     ) -> tf.data.Dataset:
-        """A dataset of (number from 0, batch) for workers that take whole batches, each the next one that is free.
+        """A dataset of (number, batch) for workers that take whole batches, each the next one that is free.
 
         Examples come in the order of `training_batches`, but batches go on over the end of an epoch, so that all are
         full but the last one of `epochs` (None: no end).
+
+        Args:
+            first: the number that the first batch has in the run.
         """
         tf.random.set_seed(1)  # as above
         change = None if augment is None else _augmented(augment, seed, self.dataset.element_spec)
-        passes = tf.data.Dataset.counter() if epochs is None else tf.data.Dataset.range(epochs)
-        examples = passes.flat_map(lambda index: self._epoch(index, seed, shuffle_buffer, places=augment is not None))
+        start = (0, 0) if self.size is None else divmod(first * global_batch_size, self.size)
+        passes = tf.data.Dataset.counter(start[0]) if epochs is None else tf.data.Dataset.range(start[0], epochs)
+        examples = passes.flat_map(
+            lambda index: self._epoch(index, seed, shuffle_buffer, start, places=augment is not None)
+        )
         batches = examples.batch(global_batch_size)
+        if self.size is None:
+            batches = batches.skip(first)
         if change is not None:
             batches = batches.map(lambda *batch: change(batch), tf.data.AUTOTUNE)
-        batches = batches.enumerate().prefetch(2)
+        batches = batches.enumerate(first).prefetch(2)
         untuned = tf.data.Options()
         untuned.autotune.enabled = self.tuned
         return batches.with_options(untuned)
 
-    def _epoch(self, index: tf.Tensor, seed: int, shuffle_buffer: int, *, places: bool) -> tf.data.Dataset:
-        """One pass in its own order; with each example's (epoch, number) before it, if asked for."""
+    def _epoch(
+        self, index: tf.Tensor, seed: int, shuffle_buffer: int, start: tuple[int, int], *, places: bool
+    ) -> tf.data.Dataset:
+        """One pass in its own order; with each example's (epoch, number) before it, if asked for.
+
+        Args:
+            start: the epoch that the run goes on in, and how many of its examples are done.
+        """
         examples = self.dataset
         if shuffle_buffer:
             buffer = min(shuffle_buffer, self.size or shuffle_buffer)
@@ -105,7 +126,15 @@ class Examples:
         if places:
             numbers = tf.data.Dataset.counter().map(lambda i: tf.stack([index, i]))
             examples = tf.data.Dataset.zip(numbers, examples)
+        if start[1]:
+            examples = examples.skip(tf.where(tf.equal(index, start[0]), tf.constant(start[1], tf.int64), 0))
         return examples
+
+    def inputs(self) -> Examples:
+        """The inputs alone, of elements (inputs, labels) or (inputs, labels, weight)."""
+        spread = isinstance(self.dataset.element_spec, tuple)
+        alone = self.dataset.map(lambda inputs, *_: inputs) if spread else self.dataset
+        return dataclasses.replace(self, dataset=alone)
 
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
         """The replicas' pieces of the global batches in the dataset's order."""
@@ -142,6 +171,22 @@ def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str]
         )
         size = int(source.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
     return Examples(split, source, size if size > 0 else None, counted=size != tf.data.UNKNOWN_CARDINALITY, tuned=tuned)
+
+
+def load_inputs(source: Any) -> Examples:
+    """Inputs without labels, from a dataset of single ones or from arrays.
+
+    Raises:
+        UsageError: there are none, or they have a wrong structure.
+    """
+    tuned = isinstance(source, tf.data.Dataset)
+    dataset = source if tuned else _from_arrays("predict", source)
+    if not _can_be_batched("predict", dataset):
+        raise UsageError("there are no examples to predict.")
+    size = int(dataset.cardinality())
+    if size == tf.data.UNKNOWN_CARDINALITY:
+        size = int(dataset.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
+    return Examples("predict", dataset, size if size > 0 else None, tuned=tuned)
 
 
 def _can_be_batched(split: str, source: tf.data.Dataset) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -50,8 +50,7 @@ class TallyLayout:
         return tally[..., 4 * self.parts + 3 :]
 
 
-@dataclasses.dataclass
-class Sums:
+class Sums(NamedTuple):
     """What one batch, or several, amount to on a replica."""
 
     gradients: list[Gradient]

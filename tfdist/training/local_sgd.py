@@ -15,10 +15,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.training.chunk import width
-from tfdist.training.loops import TrainingLoop
+from tfdist.training.loops import CLOCKS, TrainingLoop
 from tfdist.training.reduction import sum_over_replicas
+from tfdist.training.step import ADDED
 
 __all__ = ["LocalSgdLoop"]
+
+_TO_COLLECTIVE = 3
+"""Marks from the end of a local step, through its first phases, to the collective of a merge."""
 
 
 class LocalSgdLoop(TrainingLoop):
@@ -33,18 +37,23 @@ class LocalSgdLoop(TrainingLoop):
         ) -> tuple[Any, ...]:
             n = tf.minimum(every, steps - i)
             own, seen, clocks = self._alone(iterator, n)
+            self.phases.mark([own, seen], _TO_COLLECTIVE)
             rows = self._strategy.run(self._merge, args=(own, seen))
             rows = self._strategy.experimental_local_results(rows)[0]
+            self.phases.mark(rows)
             with tf.control_dependencies([rows]):
-                clocks = tf.concat([clocks[: n - 1], [tf.timestamp()]], 0)
+                now = tf.timestamp()
+                last = tf.concat([clocks[n - 1 :, : CLOCKS - 2], [[now, now]]], 1)  # with the time of the merge
+                clocks = tf.concat([clocks[: n - 1], last], 0)
             halted = rows[:, 2 * self._step.parts + 3] > 0
-            go_on = ~tf.reduce_any(halted)
-            done += tf.where(go_on, n, tf.argmax(halted, output_type=tf.int32) + 1)
+            stops = tf.reduce_any(halted)
+            done += tf.where(stops, tf.argmax(halted, output_type=tf.int32) + 1, n)
+            go_on = ~stops & (tf.reduce_max(rows[:, 2 * self._step.parts + 6]) <= 0)  # a whole round, then
             places = tf.range(i, i + n)
             return i + n, done, go_on, series.scatter(places, rows), times.scatter(places, clocks)
 
         series = tf.TensorArray(tf.float32, size=steps, element_shape=[width(self._step.parts)])
-        times = tf.TensorArray(tf.float64, size=steps, element_shape=[])
+        times = tf.TensorArray(tf.float64, size=steps, element_shape=[CLOCKS])
         start = (tf.constant(0), tf.constant(0), tf.constant(True), series, times)
         _, done, _, series, times = tf.while_loop(lambda i, done, go_on, *_: (i < steps) & go_on, body, start)
         return done, series.stack(), times.stack()
@@ -66,11 +75,12 @@ class LocalSgdLoop(TrainingLoop):
             with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)
-            return j + 1, ~result.halt, seen + applied * weights, own.write(j, entry), clocks.write(j, now)
+            times = tf.concat([result.times, [now]], 0)
+            return j + 1, ~result.halt, seen + applied * weights, own.write(j, entry), clocks.write(j, times)
 
         length = self._step.local.layout.length + 3 + parts + 3
         own = tf.TensorArray(tf.float32, size=n, element_shape=[length])
-        clocks = tf.TensorArray(tf.float64, size=n, element_shape=[])
+        clocks = tf.TensorArray(tf.float64, size=n, element_shape=[CLOCKS])
         start = (tf.constant(0), tf.constant(True), tf.zeros([parts + 1]), own, clocks)
         _, _, seen, own, clocks = tf.while_loop(lambda j, go_on, *_: (j < n) & go_on, body, start)
         return own.stack(), seen, clocks.stack()
@@ -110,7 +120,7 @@ class LocalSgdLoop(TrainingLoop):
     def _rows(self, own: tf.Tensor, replicas: int) -> tf.Tensor:
         """The rows of `chunk.row`, from the sums of all replicas' rows."""
         parts = self._step.parts
-        tally, rates, flags = tf.split(own, [self._step.local.layout.length + 3, parts, 3], axis=1)
+        tally, rates, flags = tf.split(own, [self._step.local.layout.length + ADDED, parts, 3], axis=1)
         told = self._step.told(tally)
         alone = tf.stack([flags[:, 0] / replicas, told.rows, flags[:, 1], flags[:, 2]], 1)
-        return tf.concat([told.losses, rates / replicas, alone, told.suspects, told.faults], 1)
+        return tf.concat([told.losses, rates / replicas, alone, told.suspects, told.leave[:, None], told.faults], 1)

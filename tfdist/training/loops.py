@@ -17,6 +17,7 @@ from tfdist.errors import UsageError
 from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
+from tfdist.training.phases import EVALUATING, Phases
 from tfdist.training.private_keras import mask_of
 from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.reduction import sum_over_replicas
@@ -24,7 +25,10 @@ from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, in_float32, unpack
 from tfdist.training.weighting import FAULTS, fault_of, per_value
 
-__all__ = ["EvaluationLoop", "TrainingLoop"]
+__all__ = ["CLOCKS", "EvaluationLoop", "TrainingLoop"]
+
+CLOCKS = 5
+"""Times that a loop takes for each step: those of its marks, and of its end."""
 
 
 class TrainingLoop:
@@ -44,6 +48,8 @@ class TrainingLoop:
     ) -> None:
         self._strategy = strategy
         self._step = step
+        self.phases = step.phases
+        """Where this process is."""
         self._accumulate = accumulate
         self._batches_per_epoch = batches_per_epoch
         self.traces = 0
@@ -67,9 +73,15 @@ class TrainingLoop:
             ahead: steps that will follow, whatever comes of these; a loop that can may begin with them.
         """
         start = float(tf.timestamp())
-        done, series, times = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
-        n = int(done)
-        return columns(series.numpy()[:n], np.diff(times.numpy()[:n], prepend=start), self._step.parts)
+        with self.phases.at(None):
+            done, series, times = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
+            n = int(done)
+        marks, ends = np.split(times.numpy()[:n], [-1], axis=1)
+        self.phases.account(marks)
+        return columns(series.numpy()[:n], np.diff(ends[:, 0], prepend=start), self._step.parts)
+
+    variables: tuple[tf.Variable, ...] = ()
+    """What a run must keep to go on, beside the step's variables."""
 
     def steps_done(self) -> int:
         """Steps that the present chunk has completed, also when it has failed."""
@@ -97,10 +109,12 @@ class TrainingLoop:
             with tf.control_dependencies([entry]):
                 now = tf.timestamp()
                 self._done.assign_add(1)
-            return i + 1, ~result.halt, series.write(i, entry), times.write(i, now)
+            clocks = tf.concat([result.times, [now]], 0)
+            go_on = ~result.halt & (result.leave <= 0)
+            return i + 1, go_on, series.write(i, entry), times.write(i, clocks)
 
         series = tf.TensorArray(tf.float32, size=steps, element_shape=[width(self._step.parts)])
-        times = tf.TensorArray(tf.float64, size=steps)
+        times = tf.TensorArray(tf.float64, size=steps, element_shape=[CLOCKS])
         start = (tf.constant(0), tf.constant(True), series, times)
         i, _, series, times = tf.while_loop(lambda i, go_on, *_: (i < steps) & go_on, body, start)
         return i, series.stack(), times.stack()
@@ -121,12 +135,15 @@ class EvaluationLoop:
         iterator: Any,
         *,
         values: Sequence[tuple[keras.Variable, Any]] = (),
+        phases: Phases | None = None,
     ) -> None:
         """Trace the loop.
 
         Args:
+            phases: whose marks it passes; None: none.
             values: variables of the model, each with what stands in for it.
         """
+        self._phases = phases or Phases(compiled=False)
         self._values = list(values)
         self._strategy = strategy
         self._task = task
@@ -147,7 +164,8 @@ class EvaluationLoop:
         Returns:
             `loss` (weighted mean over all examples) and each metric by its name.
         """
-        *totals, faults = (total.numpy() for total in self._compiled(iterator, tf.constant(steps)))
+        with self._phases.at(EVALUATING):
+            *totals, faults = (total.numpy() for total in self._compiled(iterator, tf.constant(steps)))
         fault = fault_of(faults)
         if fault:
             raise shared(UsageError(f"in evaluation: {fault}."))
@@ -157,7 +175,13 @@ class EvaluationLoop:
         self.traces += 1
 
         def body(i: tf.Tensor, *totals: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            added = self._strategy.run(self._add, args=(next(iterator),))
+            self._phases.mark([])
+            batch = next(iterator)
+            self._phases.mark(batch)
+            own = self._strategy.run(self._add, args=(batch,))
+            self._phases.mark(own)
+            added = self._strategy.run(sum_over_replicas, args=(own,))
+            self._phases.mark(added)
             local = [self._strategy.experimental_local_results(value)[0] for value in added]
             return (i + 1, *(total + tf.cast(value, total.dtype) for total, value in zip(totals, local, strict=True)))
 
@@ -165,7 +189,7 @@ class EvaluationLoop:
         return tf.while_loop(lambda i, *_: i < steps, body, start)[1:]
 
     def _add(self, batch: Any) -> list[tf.Tensor]:
-        """Runs inside the replica step (traced): what this global batch adds to the totals."""
+        """Runs inside the replica step (traced): what this replica's piece adds to the totals."""
         present = row_count(batch) > 0
         if self._strategy.num_replicas_in_sync > 1:
             batch = with_a_row(batch)
@@ -178,4 +202,4 @@ class EvaluationLoop:
         losses, weights, faults = per_value(losses, weights, mask, row_count(batch))
         added = self._metrics.added(labels, predictions, losses, weights, None if plain else weights)
         added.append(faults)
-        return sum_over_replicas([tf.where(present, value, tf.zeros_like(value)) for value in added])
+        return [tf.where(present, value, tf.zeros_like(value)) for value in added]

@@ -44,6 +44,9 @@ class Report:
     epochs: int | None
     """None where the run was counted in steps."""
     steps: int
+    """In all, those before a resume among them; losses and times below are of this start."""
+    resumed_from: int | None
+    """The step of the checkpoint that this start went on from."""
     skipped_steps: int
     """Of these, steps that were left out because of an overflow, or of what nan_policy skips."""
     stopped: str | None
@@ -72,6 +75,13 @@ class Report:
     """Over all replicas, without the first step and without evaluation."""
     traces: dict[str, int]
     """How often each compiled loop was traced."""
+    checkpoints: dict[str, Any] | None
+    """With checkpoint_dir: saved, how many; last_step; and seconds: copy_seconds and wait_seconds, for which training
+    stood still, to copy the variables and since the save before was not done, and write_seconds beside it."""
+    ranks: list[dict[str, Any]]
+    """Of each process: rank, host, and what it spent in all steps but the first: input_seconds, waiting for its input;
+    compute_seconds, until its own gradients were there; collective_seconds, until those of all were, waiting for slower
+    ranks included. Empty for an asynchronous run."""
     workers: dict[str, Any] | None
     """Of an asynchronous run: workers, parameter_servers, max_in_flight; updates, the steps that were applied (more
     than steps - skipped_steps where a worker died right after its update); and staleness: mean and max, over the

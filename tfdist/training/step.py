@@ -27,12 +27,21 @@ from tfdist.training.exchange import Combine, Exchange
 from tfdist.training.gradients import Gradient, is_sparse, on_values
 from tfdist.training.local import LocalStep, Sums
 from tfdist.training.loss_scale import LossScale
+from tfdist.training.phases import Phases
 from tfdist.training.private_keras import without_second_reduction
 from tfdist.training.replica import ONLY
 from tfdist.training.state import combined, contributions
 from tfdist.training.task import Task
 
-__all__ = ["StepResult", "TrainingStep"]
+__all__ = ["ADDED", "StepResult", "TrainingStep"]
+
+ADDED = 4
+"""Numbers that a tally has behind those of its layout, in the sum over replicas: how many had rows, how many had a loss
+that was not finite, the sum of the latter's ids, and the sum of requests to leave."""
+
+
+_TO_NEXT_INPUT, _TO_COLLECTIVE = 3, 2
+"""Marks of a step that adds up several batches: computing ─> waiting for input, and that ─> in the collective."""
 
 
 class StepResult(NamedTuple):
@@ -56,8 +65,12 @@ class StepResult(NamedTuple):
     """How many replicas had a loss that was not finite, and the sum of their ids."""
     faults: tf.Tensor
     """Counts of `weighting.FAULTS` over all replicas."""
+    leave: tf.Tensor
+    """The sum of what replicas were asked (see `leaving.py`); training stops after this step where it is not 0."""
     tally: tf.Tensor
-    """The sums that losses, rows, suspects and faults were told from (see `TrainingStep.told`)."""
+    """The sums that losses, rows, suspects, faults and leave were told from (see `TrainingStep.told`)."""
+    times: tf.Tensor
+    """When it began, had its input, its gradients and the sums over all replicas; 0 where no marks are passed."""
 
 
 class Told(NamedTuple):
@@ -67,6 +80,7 @@ class Told(NamedTuple):
     rows: tf.Tensor
     suspects: tf.Tensor
     faults: tf.Tensor
+    leave: tf.Tensor
 
 
 class _Reduced(NamedTuple):
@@ -94,6 +108,8 @@ class TrainingStep:
         adasum: Combine | None = None,
         fixed_shapes: bool = False,
         one_copy: bool = False,
+        leave: tf.Variable | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Make the step's own variables; nothing is traced yet.
 
@@ -103,8 +119,12 @@ class TrainingStep:
             adasum: combines gradients of all replicas, where the settings ask for it.
             fixed_shapes: whether a collective must have the same shapes in every step.
             one_copy: whether the strategy's variables have one value for all replicas.
+            leave: this process's request to leave; None where no step can read it.
+            phases: whose marks it passes; None: none.
         """
+        self.phases = phases or Phases(compiled=False)
         self._one_copy = one_copy
+        self._leave = leave
         self._strategy = strategy
         self._model = model
         self.optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
@@ -127,10 +147,14 @@ class TrainingStep:
         return len(self.optimizers)
 
     @property
+    def own_variables(self) -> list[tf.Variable]:
+        """What a run must keep to go on, beside the variables of model and optimizers and averages."""
+        return [self._batches, *self.scale.variables]
+
+    @property
     def variables(self) -> list[tf.Variable]:
-        """What a run must keep to go on, beside the variables of model and optimizers."""
-        averages = [] if self.averages is None else self.averages.variables
-        return [self._batches, *self.scale.variables, *averages]
+        """Those, and the averages."""
+        return [*self.own_variables, *([] if self.averages is None else self.averages.variables)]
 
     def prepare(self, next_batch: Callable[[], Any]) -> None:
         """Make room for gradients that add up, if there is any accumulation; before the step is traced."""
@@ -151,11 +175,17 @@ class TrainingStep:
         """
         rates = tf.stack([tf.cast(o.learning_rate, tf.float32) for o in self.optimizers.values()])
         factor = self.scale.value * self._spread if self.scale.dynamic else None
+        begun = self.phases.mark([])
         if self._accumulators is None:
             place = self._next_place() if place is None else place * self._strategy.num_replicas_in_sync
-            reduced = self._strategy.run(self._reduce, args=(next_batch(), place, factor))
+            batch = next_batch()
+            came = self.phases.mark(batch)
+            sums = self._strategy.run(self._local_sums, args=(batch, place, factor))
+            computed = self.phases.mark(sums)
         else:
-            reduced = self._reduce_several(next_batch, batches, factor)
+            sums, came, computed = self._sums_of_several(next_batch, batches, factor, begun)
+        reduced = self._strategy.run(self._over_replicas, args=(sums, factor))
+        times = tf.stack([begun, came, computed, self.phases.mark(reduced)])
         # The same on all replicas; gradients and state stay where they are.
         reduced = reduced._replace(**{name: self._first(getattr(reduced, name)) for name in _Reduced._fields[2:]})
         finite, policy = reduced.finite, self.settings.nan_policy
@@ -176,6 +206,7 @@ class TrainingStep:
             skipped=skipped,
             halt=halt,
             tally=reduced.tally,
+            times=times,
         )
 
     def told(self, tally: tf.Tensor) -> Told:
@@ -185,8 +216,9 @@ class TrainingStep:
         return Told(
             losses=tf.math.divide_no_nan(losses, self._exchange.divisors(tally)),
             rows=layout.common(tally)[0],
-            suspects=tally[..., -2:],
-            faults=layout.faults(tally[..., :-3]),
+            suspects=tally[..., -3:-1],
+            faults=layout.faults(tally[..., :-ADDED]),
+            leave=tally[..., -1],
         )
 
     def divisors(self, tally: tf.Tensor) -> tf.Tensor:
@@ -235,40 +267,52 @@ class TrainingStep:
         factor = tf.constant(1.0) if self.scale.dynamic else None
         return self._sums(batch, tf.constant(0, tf.int64), factor, []).tally
 
-    def _reduce(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None) -> _Reduced:
+    def _local_sums(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None) -> Sums:
         """Inside the replica step (traced)."""
-        return self._over_replicas(self._sums(batch, place, factor, []), factor)
+        return self._sums(batch, place, factor, [])
 
-    def _reduce_several(self, next_batch: Callable[[], Any], batches: Any, factor: tf.Tensor | None) -> _Reduced:
-        """Add up several global batches on each replica, then reduce once."""
+    def _sums_of_several(
+        self, next_batch: Callable[[], Any], batches: Any, factor: tf.Tensor | None, begun: tf.Tensor
+    ) -> tuple[Sums, tf.Tensor, tf.Tensor]:
+        """Add up several global batches on each replica.
+
+        Returns:
+            Each replica's sums, the time at which the input had come, had it come all at once, and that of the end.
+        """
         accumulators = self._accumulators
         assert accumulators is not None
 
-        def add(batch: Any, place: tf.Tensor) -> None:
-            accumulators.add(self._sums(batch, place, factor, accumulators.state()))
+        def add(batch: Any, place: tf.Tensor) -> Sums:
+            sums = self._sums(batch, place, factor, accumulators.state())
+            accumulators.add(sums)
+            return sums
 
-        def body(i: tf.Tensor) -> tuple[tf.Tensor]:
+        def body(i: tf.Tensor, came: tf.Tensor, computed: tf.Tensor) -> tuple[tf.Tensor, ...]:
             place = self._next_place()
-            self._strategy.run(add, args=(next_batch(), place))
-            return (i + 1,)
+            batch = next_batch()
+            waited = self.phases.mark(batch) - computed
+            sums = self._strategy.run(add, args=(batch, place))
+            return i + 1, came + waited, self.phases.mark(sums, _TO_NEXT_INPUT)
 
         self._strategy.run(lambda: accumulators.reset(self.local.start(_replica_id())))
-        tf.while_loop(lambda i: i < batches, body, (tf.constant(0),))
-        return self._strategy.run(lambda: self._over_replicas(accumulators.sums(), factor))
+        _, came, computed = tf.while_loop(lambda i, *_: i < batches, body, (tf.constant(0), begun, begun))
+        self.phases.mark([computed], _TO_COLLECTIVE)
+        return self._strategy.run(accumulators.sums), came, computed
 
     def _over_replicas(self, sums: Sums, factor: tf.Tensor | None) -> _Reduced:
         """Inside the replica step (traced): the sums of all replicas, and what follows from them."""
         layout, replica = self.local.layout, tf.cast(_replica_id(), tf.float32)
         _, present, bad = layout.common(sums.tally)
         present, bad = tf.minimum(present, 1.0), tf.minimum(bad, 1.0)
-        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica])], 0)
+        leave = tf.constant(0.0) if self._leave is None else self._leave.read_value()
+        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica, leave])], 0)
         gradients, state, tally = self._exchange(
             sums.gradients, contributions(self.local.updated, sums.state, present > 0), own, self.local.part_of
         )
 
         losses, weights, _, penalties = layout.of_parts(tally)
         divisors = self._exchange.divisors(tally)
-        present = tally[-3]
+        present = tally[-ADDED]
         if factor is not None:
             gradients = [_times(g, 1.0 / factor) for g in gradients]
         penalty, gradients = self._with_penalty(gradients)
