@@ -1,85 +1,113 @@
-"""Signals that ask to save and leave: what they set, and that a running TensorFlow call does not hold them back."""
+"""A launcher that is asked to end lets its processes save first, where they can."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.jobs import run_alone
-from tfdist.training.leaving import Leaving, why
+from tests.unit.launched import jobs_in, last, parent
+
+SAVES = """\
+def leave(*_):
+    note(f"{index}.asked")
+    time.sleep(0.3 * index)
+    note(f"{index}.saved")
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, leave)
+child = subprocess.Popen(["sleep", "60"])
+note(f"child{index}.pid", child.pid)
+note(f"{index}.ready")
+time.sleep(60)
+"""
+STAYS = SAVES.replace("sys.exit(75)", "time.sleep(60)")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_becomes_a_request(number: signal.Signals) -> None:
-    leaving = Leaving()
-    before = signal.getsignal(number)
-    with leaving.listening():
-        assert leaving.asked == 0
-        os.kill(os.getpid(), number)
-        _until(lambda: leaving.asked > 0)
-        assert why(leaving.asked) == "preempted"
-    assert signal.getsignal(number) == before
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    yield from jobs_in(tmp_path)
 
 
-def test_an_interrupt_tells_itself_from_preemption_in_any_sum() -> None:
-    leaving = Leaving()
-    leaving.ask(signal.SIGTERM)
-    assert why(4096 * leaving.asked) == "preempted"
-    leaving.ask(signal.SIGINT)
-    assert why(leaving.asked) == "interrupted"
-    leaving.ask(signal.SIGTERM)
-    assert why(leaving.asked) == "interrupted", "what the user asked stays"
-    assert why(0.0) is None
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_all_save_and_leave(job: Any, number: signal.Signals, code: int) -> None:
+    started = job(SAVES, processes=2, saves=True, max_restarts=3)
+    started.wait_for("*.ready", 2)
+    started.launcher.send_signal(number)
+    got, _, errors = started.ended(20)
+    assert got == code
+    assert len(list(started.folder.glob("*.saved"))) == 2
+    assert errors.splitlines() == [
+        f"tfdist: {number.name} received: the processes have 30 s to save and leave.",
+        f"tfdist: {number.name} received; all processes have saved and left.",
+    ]
 
 
-def test_in_another_thread_nothing_changes() -> None:
-    leaving, seen = Leaving(), []
-
-    def run() -> None:
-        with leaving.listening():
-            seen.append(signal.getsignal(signal.SIGUSR1))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.SIG_DFL]
+def test_a_scheduler_that_signals_every_process_does_not_disturb(job: Any) -> None:
+    started = job(SAVES, processes=1, saves=True)
+    started.wait_for("*.ready")
+    rank = int(next(started.folder.glob("worker0-*.pid")).read_text())
+    os.kill(parent(rank), signal.SIGTERM)
+    os.kill(started.launcher.pid, signal.SIGTERM)
+    assert started.ended(20)[0] == 75
 
 
-def test_a_second_interrupt_ends_at_once_in_the_middle_of_a_call(tmp_path) -> None:
-    """The main thread is inside TensorFlow for a minute, and Python's own handlers would wait for it."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, signal, threading, time\n"
-        "import tensorflow as tf\n"
-        "from tfdist.training.leaving import Leaving\n"
-        "leaving = Leaving()\n"
-        "@tf.function\n"
-        "def long():\n"
-        "    return tf.while_loop(lambda t: t < end, lambda t: [tf.timestamp()], [tf.timestamp()])\n"
-        "end = tf.timestamp() + 60\n"
-        "def interrupt():\n"
-        "    time.sleep(1)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    while not leaving.asked:\n"
-        "        time.sleep(0.01)\n"
-        "    print('asked', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "with leaving.listening():\n"
-        "    threading.Thread(target=interrupt, daemon=True).start()\n"
-        "    long()\n"
+def test_who_does_not_leave_in_time_is_ended(job: Any) -> None:
+    started = job(STAYS, processes=1, saves=True, grace=0.5)
+    started.wait_for("*.ready")
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert code == 143
+    assert last(errors) == "tfdist: SIGTERM received; not all have left within grace=0.5 s, and have been ended."
+
+
+def test_a_second_signal_shortens_the_grace_to_nothing(job: Any) -> None:
+    started = job("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS, processes=1, saves=True, grace=60.0)
+    started.wait_for("*.ready")
+    started.launcher.send_signal(signal.SIGTERM)
+    started.wait_for("*.asked")
+    start = time.monotonic()
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert time.monotonic() - start < 4
+    assert (code, last(errors)) == (143, "tfdist: SIGTERM received; all processes have been ended at once.")
+
+
+def test_before_training_there_is_nothing_to_save(job: Any) -> None:
+    started = job("note(f'{index}.ready')\ntime.sleep(60)\n", processes=2, saves=True)
+    started.wait_for("*.ready", 2)
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert (code, last(errors)) == (
+        75,
+        "tfdist: SIGTERM received before training had begun; all processes have been ended.",
     )
-    ended = run_alone(program, timeout=55)
-    assert ended.code == 130, ended.output
-    assert "asked" in ended.output
-    assert "interrupted a second time: ended without saving" in ended.output
 
 
-def _until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def test_training_that_is_done_meanwhile_is_done(job: Any) -> None:
+    body = """\
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+note("ready")
+time.sleep(60)
+"""
+    started = job(body, processes=1, saves=True)
+    started.wait_for("ready")
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert (code, last(errors)) == (0, "tfdist: SIGTERM received; training was done.")
+
+
+def test_a_failure_while_saving_is_named(job: Any) -> None:
+    body = SAVES.replace("sys.exit(75)", "sys.exit(6 if index == 0 else 75)")
+    started = job(body, processes=2, saves=True, max_restarts=3)
+    started.wait_for("*.ready", 2)
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert code == 6
+    assert last(errors) == (
+        "tfdist: SIGTERM received, but not all have saved. worker 0 (rank 0, host localhost) failed first: exit code 6."
+    )

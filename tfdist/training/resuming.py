@@ -157,19 +157,18 @@ def restore(session: Session, resumed: Resumed, variables: Mapping[str, Any]) ->
     """Write a checkpoint's values to all variables, on every process alike, outside of a strategy's scope.
 
     Returns:
-        The arrays that were saved beside the variables (see `BEST`), by name.
+        The arrays that were saved beside the variables, by `BEST` and the variable's name.
 
     Raises:
         UsageError: the variables are not those of the checkpoint; names what is missing, extra or of another shape.
     """
     own = {name: info for name, info in resumed.tensors.items() if not name.startswith(BEST)}
     places = matched(infos(variables), own, resumed.state.get(_NAMES), resumed.path)
-    extra = [name for name in resumed.tensors if name.startswith(BEST)]
-    values = _values(session, resumed.checkpoint, [*places.values(), *extra], resumed.tensors)
-    for (name, variable), value in zip(variables.items(), values, strict=False):
-        assert name in places
+    best = {BEST + name: BEST + place for name, place in places.items() if BEST + place in resumed.tensors}
+    values = _values(session, resumed.checkpoint, [*places.values(), *best.values()], resumed.tensors)
+    for variable, value in zip(variables.values(), values, strict=False):
         variable.assign(value)
-    return dict(zip(extra, values[len(places) :], strict=True))
+    return dict(zip(best, values[len(places) :], strict=True))
 
 
 def restore_weights(
