@@ -401,7 +401,7 @@ class Trainer:
         self._resumed = choose(self.settings, self._store, self.session, self._notice)
         first = 0 if self._resumed is None else self._resumed.step
         # Accumulation must know where an epoch ends, and so must a run that goes on in the middle of one.
-        needed = self.settings.steps is None or self.settings.accumulate > 1 or first > 0
+        needed = self.settings.steps is None or self.settings.accumulate > 1 or self.settings.checkpoint_dir is not None
         train = self._examples("train", count=needed or "train" in self.task.evaluation_splits())
         shape = getattr(self.model, "input_shape", None)
         inputs = train.dataset.element_spec[0] if isinstance(train.dataset.element_spec, tuple) else None
