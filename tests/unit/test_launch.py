@@ -16,7 +16,7 @@ from tfdist.cluster.agents import agent_command
 from tfdist.cluster.hosts import Host, hosts_of, read_hostfile
 from tfdist.cluster.identity import LAUNCHED, Identity
 from tfdist.cluster.launch import Member, ProcessSpec, members, specs
-from tfdist.config import LaunchCommand
+from tfdist.commands import LaunchCommand
 from tfdist.errors import UsageError
 
 
