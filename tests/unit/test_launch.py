@@ -34,7 +34,7 @@ def dry(capsys: pytest.CaptureFixture[str], words: str) -> str:
 def test_flags() -> None:
     words = "launch --hosts a,b:2 --rsh ssh\\ -q --worker-restarts 1 --start-seconds 5 --dry-run plan --job-name j "
     words += "--max-restarts 3 --min-processes 2 --grace 5"
-    assert _parse(shlex.split(words)) == LaunchCommand(
+    assert parse(shlex.split(words)) == LaunchCommand(
         hosts="a,b:2",
         rsh="ssh -q",
         worker_restarts=1,

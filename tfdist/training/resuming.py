@@ -19,9 +19,9 @@ from tfdist.config import Settings
 from tfdist.errors import CheckpointProblem, UsageError
 from tfdist.strategies.session import Session
 from tfdist.training.broadcast import from_chief
+from tfdist.training.saving import AVERAGES
 
 __all__ = [
-    "AVERAGES",
     "BEST",
     "Resumed",
     "choose",
@@ -31,8 +31,8 @@ __all__ = [
     "restore_weights",
 ]
 
-AVERAGES, BEST = "averages/", "best/"
-"""What the names of averages begin with, and those of arrays that hold the best evaluation's values."""
+BEST = "best/"
+"""What the names of arrays begin with that hold the best evaluation's values."""
 
 _NAMES = "names"
 
