@@ -53,7 +53,8 @@ def in_training(kind: str, *flags: object) -> Iterator[tuple[Job, dict[int, int]
 
 
 def ours(ended: Ended) -> Sequence[str]:
-    return [line for line in ended.output.splitlines() if re.match(r"(\[.*?\] )?tfdist: ", line)]
+    # mpirun's own lines may come in between, without an end.
+    return [line for line in ended.output.splitlines() if re.match(r"\s*(\[.*?\] )?tfdist: ", line)]
 
 
 @pytest.mark.parametrize(("kind", "code"), [("horovod", 137), ("multi_worker_mirrored", 137), ("launch", 137)])
@@ -76,7 +77,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(tmp_path: Path) -> Non
     last = ours(ended)[-1]
     assert re.search(r"rank 1 of 2 \(host [^)]*\) has said nothing for 5 s after step \d+", last)
     assert str(tmp_path) in last
-    assert "_compiled" in (tmp_path / "tfdist-stall-rank-0.txt").read_text()
+    assert "in main" in (tmp_path / "tfdist-stall-rank-0.txt").read_text()
 
 
 def test_a_failing_step_is_told_once_by_processes_that_no_launcher_ends() -> None:
