@@ -171,6 +171,8 @@ class Settings:
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
         save_interval(self.save_every)
+        if 0 < self.stall_timeout < 2:
+            raise UsageError(f"stall_timeout={self.stall_timeout!r} must be 2 seconds or more, or 0 for never.")
         self._no_contradictions()
 
     def _no_contradictions(self) -> None:
