@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import ROOT
-from tfdist.cli import _launch, _parse, main
+from tfdist.cli import _launch, main
+from tfdist.command_line import parse
 from tfdist.cluster.agents import agent_command
 from tfdist.cluster.hosts import Host, hosts_of, read_hostfile
 from tfdist.cluster.identity import LAUNCHED, Identity
