@@ -1,4 +1,4 @@
-"""The command line: `tfdist train`, `launch`, `check` and `checkpoints`. `scripts/train.py` is the first of them.
+"""The command line: `tfdist train`, `launch`, `check`, `checkpoints` and more. `scripts/train.py` is the first of them.
 
 Only the chief speaks. `--help` and wrong flags are answered without importing TensorFlow.
 """
@@ -20,7 +20,7 @@ from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.command_line import answer_help, parse, parted
-from tfdist.commands import CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
+from tfdist.commands import ChaosCommand, CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
 from tfdist.config import Settings
 from tfdist.errors import TfdistError, UsageError
 
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _launch(arguments, identity)
         if arguments[:1] == ["checkpoints"]:
             return _checkpoints(arguments, identity)
+        if arguments[:1] == ["chaos"]:
+            return _chaos(arguments, identity)
         from tfdist.strategies.session import process
 
         _, channel = process()
@@ -136,6 +138,19 @@ def _check(command: CheckCommand, identity: Identity) -> int:
     if command.json is not None:
         check_writable(command.json, "json")
     return 0 if check(command) else 1
+
+
+def _chaos(arguments: Sequence[str], identity: Identity) -> int:
+    if identity.launcher != "alone":
+        raise UsageError("tfdist chaos starts its own processes. Run it without mpirun or TF_CONFIG.")
+    command = parse(arguments)
+    assert isinstance(command, ChaosCommand)
+    from tfdist.evidence.chaos import chaos
+    from tfdist.training.report import check_writable
+
+    if command.json is not None:
+        check_writable(command.json, "json")
+    return 0 if chaos(command) else 1
 
 
 def _checkpoints(arguments: Sequence[str], identity: Identity) -> int:

@@ -16,12 +16,12 @@ import docstring_parser
 import jsonargparse
 
 from tfdist import __version__
-from tfdist.commands import CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
+from tfdist.commands import ChaosCommand, CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
 from tfdist.errors import UsageError, closest
 
 __all__ = ["Command", "answer_help", "parse", "parted"]
 
-Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand
+Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand | ChaosCommand
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -112,6 +112,7 @@ _COMMANDS: dict[str, type[Any]] = {
     "check": CheckCommand,
     "checkpoints": CheckpointsCommand,
     "evaluate": EvaluateCommand,
+    "chaos": ChaosCommand,
 }
 
 
@@ -140,6 +141,10 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("evaluate", evaluate, help="evaluate the model of a checkpoint")
     checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")
     commands.add_subcommand("checkpoints", checkpoints, help="list, verify and compare checkpoints")
+    chaos = _command_parser(
+        ChaosCommand, "Kill jobs at random moments, and see that they end as one does that is left alone."
+    )
+    commands.add_subcommand("chaos", chaos, help="show that jobs survive being killed on this machine")
     return parser
 
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.config import Settings, within
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import check_backend
 
-__all__ = ["CheckCommand", "CheckpointsCommand", "EvaluateCommand", "LaunchCommand", "TrainCommand"]
+__all__ = ["ChaosCommand", "CheckCommand", "CheckpointsCommand", "EvaluateCommand", "LaunchCommand", "TrainCommand"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,50 @@ class CheckpointsCommand:
     def __post_init__(self) -> None:
         if self.diff and self.verify:
             raise UsageError("--diff and --verify are both set. Checksums are checked by --diff, too: leave one out.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChaosCommand:
+    """The command line of `tfdist chaos`."""
+
+    backend: str = "horovod"
+    """horovod, multi_worker_mirrored or parameter_server."""
+    kills: int = 20
+    """Faults to inject in all."""
+    faults: tuple[str, ...] = ("kill",)
+    """Kinds of faults, which come about equally often: kill (SIGKILL of one rank), kill-all (of all ranks), launcher
+    (SIGKILL of tfdist launch), term and usr1 (to one rank, as at a preemption), stop (SIGSTOP of one rank)."""
+    seed: int = 1
+    """Of the faults and their moments."""
+    processes: int | None = None
+    """Of each job. Unset: 2; on parameter_server 4, which are a chief, a server and two workers."""
+    task: str | None = None
+    """As of tfdist train."""
+    task_args: tuple[str, ...] = ()
+    """Fields of the task to set, as name=value."""
+    steps: int = 300
+    """Training steps of each job: enough for a few saves after each of three faults."""
+    save_every: int = 20
+    """Steps between two saves."""
+    timeout: float = 300.0
+    """Seconds after which a job that does not go on counts as lost."""
+    json: Path | None = None
+    """Write all faults and what followed to this JSON file."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("horovod", "multi_worker_mirrored", "parameter_server"):
+            raise UsageError(
+                f"backend={self.backend!r} must be horovod, multi_worker_mirrored or parameter_server: others train in "
+                "one process."
+            )
+        kinds = ("kill", "kill-all", "launcher", "term", "usr1", "stop")
+        for kind in self.faults:
+            if kind not in kinds:
+                raise UsageError(f"faults={kind!r} must be one of {', '.join(kinds)}.{closest(kind, kinds)}")
+        for name in ("kills", "steps", "save_every"):
+            within(name, getattr(self, name), 1, 2**31 - 1)
+        within("processes", self.processes, 4 if self.backend == "parameter_server" else 2, MOST_PROCESSES)
+        within("timeout", self.timeout, 1, 1e6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ import pytest
 
 from tests.jobs import ROOT
 from tfdist.cli import _launch, main
-from tfdist.command_line import parse
 from tfdist.cluster.agents import agent_command
 from tfdist.cluster.hosts import Host, hosts_of, read_hostfile
 from tfdist.cluster.identity import LAUNCHED, Identity
 from tfdist.cluster.launch import Member, ProcessSpec, members, specs
+from tfdist.command_line import parse
 from tfdist.commands import LaunchCommand
 from tfdist.errors import UsageError
 
