@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults check clean
+.PHONY: help setup train test test-full test-faults check clean
 
 # Open MPI refuses to run as root unless it is told twice; PRTE is the launcher of Open MPI 5.
 ifeq ($(shell id -u),0)
@@ -26,10 +26,13 @@ train: setup  ## Train the digits model on four processes with Horovod
 	$(root_note)
 	$(enter) mpirun -np 4 python scripts/train.py --backend horovod $(TRAIN_ARGS)
 
-test: setup  ## Run the tests
+test: setup  ## Run the tests (about ten minutes on two cores)
 	@bash scripts/test_tools.sh
 	$(root_note)
 	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-full:  ## Run them on more backends, numbers of replicas and variants (about half an hour)
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="--full $(PYTEST_ARGS)"
 
 test-faults: setup  ## Run the long campaigns of faults (about two hours on two cores)
 	$(root_note)

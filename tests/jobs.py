@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 300.0
+"""Seconds after which a job is taken for hanging. Jobs take 5 to 20 on an idle machine, and many more on a busy one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +35,14 @@ class Ended:
 
 
 def run_mpi(
-    ranks: int, script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None
+    ranks: int, script: str | Path, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None
 ) -> Ended:
     """`mpirun -np ranks python script args`."""
     start = [mpirun(), "--oversubscribe", "-np", str(ranks)]
     return Job([*start, *python(script, args)], environment(env)).finish(timeout)
 
 
-def run_alone(script: str | Path, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
+def run_alone(script: str | Path, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None) -> Ended:
     """`python script args`, as a process that no launcher started."""
     return Job(python(script, args), environment(env)).finish(timeout)
 
@@ -59,7 +62,7 @@ def run_tf_config(
     processes: int,
     script: str | Path,
     *args: object,
-    timeout: float = 120,
+    timeout: float = LIMIT,
     env: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """The script in several processes that know of each other by `TF_CONFIG` alone."""
@@ -103,14 +106,25 @@ def environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**env, **(extra or {})}
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process runs; not where it has ended, and nobody has asked how."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+_JOB = "TFDIST_TEST_JOB"  # tells the processes of one job from those of others
+
+
 class Job:
     """A running command. What it prints goes to a file, which no orphan can hold open as it could a pipe."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._name = secrets.token_hex(8)
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
         self._process = subprocess.Popen(
             command,
-            env=env,
+            env={**env, _JOB: self._name},
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=subprocess.STDOUT,
@@ -150,6 +164,18 @@ class Job:
         """What it has printed so far."""
         size = os.fstat(self._printed.fileno()).st_size
         return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
+
+    def ranks(self) -> dict[int, int]:
+        """The ids of its processes that have a rank, by their ranks: of MPI, or of TF_CONFIG with workers only."""
+        found = {}
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+                config = json.loads(variables.get("TF_CONFIG") or "{}")
+                rank = variables.get("OMPI_COMM_WORLD_RANK", config.get("task", {}).get("index"))
+                if rank is not None and variables.get(_JOB) == self._name and is_there(pid):
+                    found[int(rank)] = pid
+        return found
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT, Ended, run_alone, run_mpi, run_tf_config
+from tests.full import full
+from tests.jobs import LIMIT, ROOT, Ended, run_alone, run_mpi
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
@@ -34,39 +34,36 @@ def refused(job: Ended, *parts: str) -> None:
         assert part in ours(job)[0]
 
 
-def test_help_is_quick_and_leaves_tensorflow_alone() -> None:
-    start = time.monotonic()
+def test_help_leaves_tensorflow_alone() -> None:
     command = [sys.executable, "-X", "importtime", TRAIN, "--help"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    elapsed = time.monotonic() - start
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     for flag in ("--backend", "--task-args", "--global-batch-size", "--steps-per-chunk", "--report", "--replicas"):
         assert flag in answer.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in answer.stderr.splitlines()}
     assert not imported & {"tensorflow", "keras", "horovod", "jax", "sklearn"}
-    assert elapsed < 10  # half a second is the aim; a time limit in a test must not depend on a busy machine
-
-
-def test_jax_is_not_imported(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\nfrom tfdist.cli import main\ncode = main(['train', '--steps', '1', '--backend', 'one_device'])\n"
-        "found = [name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib')]\n"
-        "sys.exit(code or (f'imported {found}' if found else 0))\n"
-    )
-    run_alone(program).check()
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The three commands of the README, each with two replicas."""
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, dict[str, Any]]]:
+    """The commands of the README, each with two replicas: what they printed, and their reports."""
     folder = tmp_path_factory.mktemp("reports")
-    common = ["--steps", "20", "--report"]
-    run_mpi(2, TRAIN, "--backend", "horovod", *common, folder / "horovod.json").check()
-    run_mpi(2, TRAIN, "--backend", "multi_worker_mirrored", *common, folder / "multi_worker.json").check()
-    run_alone(TRAIN, "--backend", "mirrored", "--replicas", "2", *common, folder / "mirrored.json").check()
-    for job in run_tf_config(2, TRAIN, *common, folder / "tf_config.json"):
-        job.check()
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    several = ["--backend", "multi_worker_mirrored"]
+
+    def common(name: str) -> list[Any]:
+        return ["--steps", 20, "--report", folder / f"{name}.json"]
+
+    ended = {
+        "horovod": run_mpi(2, TRAIN, *common("horovod")),
+        "multi_worker": run_mpi(2, TRAIN, *several, *common("multi_worker")),
+        "mirrored": run_alone(TRAIN, "--backend", "mirrored", "--replicas", "2", *common("mirrored")),
+        "launch": run_alone("-m", "tfdist", "launch", "--processes", 2, "--", *several, *common("launch"), "--quiet"),
+    }
+    return {name: (job.check(), json.loads((folder / f"{name}.json").read_text())) for name, job in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def reports(jobs: dict[str, tuple[Ended, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    return {name: report for name, (_, report) in jobs.items()}
 
 
 def test_two_replicas_give_the_same_bits_on_every_backend(reports: dict[str, dict[str, Any]]) -> None:
@@ -78,7 +75,7 @@ def test_two_replicas_give_the_same_bits_on_every_backend(reports: dict[str, dic
 
 def test_the_report_holds_what_it_promises(reports: dict[str, dict[str, Any]]) -> None:
     for name, report in reports.items():
-        backend = {"multi_worker": "multi_worker_mirrored", "tf_config": "multi_worker_mirrored"}.get(name, name)
+        backend = {"multi_worker": "multi_worker_mirrored", "launch": "multi_worker_mirrored"}.get(name, name)
         assert report["backend"] == backend
         assert report["processes"] == (1 if name == "mirrored" else 2)
         assert report["replicas_in_sync"] == 2
@@ -93,20 +90,22 @@ def test_the_report_holds_what_it_promises(reports: dict[str, dict[str, Any]]) -
         assert {"python", "tensorflow", "keras", "numpy", "tfdist"} <= set(report["versions"])
 
 
-def test_the_chief_alone_speaks_and_mpirun_defaults_to_horovod() -> None:
-    job = run_mpi(2, TRAIN, "--steps", "5").check()
-    assert job.output.count("training on horovod, 2 replicas") == 1
-    assert job.output.count("test: loss") == 1
-    assert "\x1b" not in job.output, "no terminal, so no bar"
+def test_the_chief_alone_speaks_and_mpirun_defaults_to_horovod(jobs: dict[str, tuple[Ended, dict[str, Any]]]) -> None:
+    output = jobs["horovod"][0].output
+    assert output.count("training on horovod, 2 replicas") == 1
+    assert output.count("test: loss") == 1
+    assert "\x1b" not in output, "no terminal, so no bar"
+
+
+def test_launch_says_nothing_of_its_own(jobs: dict[str, tuple[Ended, dict[str, Any]]]) -> None:
+    assert jobs["launch"][0].output == ""
 
 
 @pytest.mark.parametrize("backend", BACKENDS_OF_PROCESSES)
 def test_one_failing_rank_ends_the_job_and_is_named(backend: str) -> None:
-    start = time.monotonic()
     flags = ["--backend", backend, "--task", f"{TOY}:Failing", "--steps", "50"]
-    job = run_mpi(3, TRAIN, *flags, timeout=100)
+    job = run_mpi(3, TRAIN, *flags)
     assert job.code not in (0, 124), job.output[-3000:]
-    assert time.monotonic() - start < 90
     last = ours(job)[-1]
     assert "rank 1 of 3" in last
     assert "step 7" in last
@@ -114,9 +113,10 @@ def test_one_failing_rank_ends_the_job_and_is_named(backend: str) -> None:
     assert job.output.count("Traceback (most recent call last)") <= 2  # the task's, with TensorFlow's copy in its text
 
 
-@pytest.mark.parametrize("backend", BACKENDS_OF_PROCESSES)
+# test_right_values.py has both backends, and test_strategy_jobs.py the end of the processes on the other one.
+@pytest.mark.parametrize("backend", ["horovod", pytest.param("multi_worker_mirrored", marks=pytest.mark.full)])
 def test_ranks_of_different_shapes_end_the_job(backend: str) -> None:
-    job = run_mpi(2, TRAIN, "--backend", backend, "--task", f"{TOY}:OwnShape", timeout=60)
+    job = run_mpi(2, TRAIN, "--backend", backend, "--task", f"{TOY}:OwnShape")
     assert job.code not in (0, 124), job.output[-3000:]
     assert len(ours(job)) == 1
     assert "hidden/kernel" in ours(job)[0]
@@ -160,10 +160,11 @@ BAD_UNDER_MPIRUN: list[tuple[list[str], list[str]]] = [
 
 
 def test_bad_flags_are_refused_before_training(tmp_path: Path) -> None:
-    commands = [["train", *flags] for flags, _ in BAD_FLAGS]
+    commands = [["train", *flags] for flags, _ in BAD_FLAGS] + [["check", "--cases", "unevn"]]
     run_alone(PROGRAM, tmp_path, json.dumps(commands)).check()
     results = json.loads((tmp_path / "0.json").read_text())
-    for (code, output), (_, parts) in zip(results, BAD_FLAGS, strict=True):
+    told = [parts for _, parts in BAD_FLAGS] + [["cases='unevn'", "uneven-rows"]]
+    for (code, output), parts in zip(results, told, strict=True):
         refused(Ended(code, output), *parts)
 
 
@@ -204,14 +205,21 @@ def test_without_horovod_the_other_backends_run(tmp_path: Path) -> None:
     assert len(ours(job)) == 1
     assert "Horovod is not installed" in ours(job)[0]
     assert "python -m hvd_backend.build" in ours(job)[0]
-    run_mpi(2, TRAIN, "--steps", "1", "--backend", "multi_worker_mirrored", env=environment).check()
+    toy = ["--steps", "1", "--task", f"{TOY}:ToyLine"]
+    run_mpi(2, TRAIN, *toy, "--backend", "multi_worker_mirrored", env=environment).check()
 
 
-def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
+def test_settings_come_from_a_file_and_flags_win_and_jax_is_not_imported(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("backend: one_device\nsteps: 3\nglobal_batch_size: 8\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom tfdist.cli import main\ncode = main(['train', *sys.argv[1:]])\n"
+        "found = [name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib')]\n"
+        "sys.exit(code or (f'imported {found}' if found else 0))\n"
+    )
     report = tmp_path / "report.json"
-    run_alone(TRAIN, "--config", config, "--steps", "2", "--report", report).check()
+    run_alone(program, "--config", config, "--steps", "2", "--report", report).check()
     written = json.loads(report.read_text())
     assert (written["backend"], written["steps"], written["global_batch_size"]) == ("one_device", 2, 8)
 
@@ -219,15 +227,18 @@ def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["strategy_guide.py", "keras_fit.py"])
 def test_the_examples_give_the_same_on_every_strategy(name: str) -> None:
     example = ROOT / "docs" / "examples" / name
-    jobs = [run_mpi(2, example, "--strategy", backend, "--epochs", "2").check() for backend in BACKENDS_OF_PROCESSES]
-    jobs.append(run_alone(example, "--strategy", "mirrored", "--replicas", "2", "--epochs", "2").check())
+    backends = (
+        BACKENDS_OF_PROCESSES if full() else ["horovod"]
+    )  # test_strategy_contract.py has the same programs on all
+    jobs = [run_mpi(2, example, "--strategy", backend, "--epochs", "1").check() for backend in backends]
+    jobs.append(run_alone(example, "--strategy", "mirrored", "--replicas", "2", "--epochs", "1").check())
     results = [line for job in jobs for line in job.output.splitlines() if line.startswith("loss ")]
-    assert len(results) == 5
+    assert len(results) == 2 * len(backends) + 1
     assert len(set(results)) == 1
 
 
 def test_the_gan_gives_the_same_on_every_backend(tmp_path: Path) -> None:
-    common = ["--task", f"{ROOT / 'docs' / 'examples' / 'gan.py'}:Gan", "--epochs", "1", "--report"]
+    common = ["--task", f"{ROOT / 'docs' / 'examples' / 'gan.py'}:Gan", "--steps", "8", "--report"]
     run_mpi(2, TRAIN, *common, tmp_path / "horovod.json").check()
     run_alone(TRAIN, "--backend", "mirrored", "--replicas", "2", *common, tmp_path / "mirrored.json").check()
     horovod, mirrored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("horovod", "mirrored"))
@@ -263,12 +274,11 @@ def test_check_tells_right_from_wrong(tmp_path: Path) -> None:
     }
     assert "FAIL uneven-rows on mirrored with 2 replica(s)" in job.output
     assert "2 of 4 values are right" in job.output
-    refused(run_alone("-m", "tfdist", "check", "--cases", "unevn"), "cases='unevn'", "uneven-rows")
 
 
 def test_the_task_of_the_readme_trains(tmp_path: Path) -> None:
     block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "wine.py").write_text(block)
     report = tmp_path / "report.json"
-    run_mpi(2, TRAIN, "--task", f"{tmp_path / 'wine.py'}:Wine", "--report", report).check()
+    run_alone(TRAIN, "--task", f"{tmp_path / 'wine.py'}:Wine", "--report", report).check()
     assert json.loads(report.read_text())["metrics"]["test"]["accuracy"] > 0.9

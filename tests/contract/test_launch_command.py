@@ -10,25 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, environment, python, run_alone
+from tests.jobs import LIMIT, ROOT, Job, environment, python, run_alone
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
-COMMON = ["--backend", "multi_worker_mirrored", "--steps", "4", "--quiet"]
 
 
-def test_launch_gives_the_bits_of_as_many_mirrored(tmp_path: Path) -> None:
-    job = run_alone("-m", "tfdist", "launch", "--processes", "2", "--", *COMMON, "--report", tmp_path / "launch.json")
-    assert job.check().output == ""
-    mirrored = ["--backend", "mirrored", "--replicas", "2", *COMMON[2:], "--report", tmp_path / "mirrored.json"]
-    run_alone(TRAIN, *mirrored).check()
-    launched, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launch", "mirrored"))
-    for key in ("weights_sha256", "state_sha256", "losses", "intra_op_threads"):
-        assert launched[key] == alone[key], key
-    assert (launched["processes"], launched["backend"]) == (2, "multi_worker_mirrored")
-
-
-def start_parameter_servers(report: Path, steps: int) -> Job:
+def start_parameter_servers(processes: int, report: Path, steps: int) -> Job:
+    """A chief, a parameter server, and workers."""
     flags = [
         "--backend",
         "parameter_server",
@@ -41,7 +30,7 @@ def start_parameter_servers(report: Path, steps: int) -> Job:
         "--report",
         report,
     ]
-    return Job(python("-m", ["tfdist", "launch", "--processes", "4", "--", *flags]), environment(None))
+    return Job(python("-m", ["tfdist", "launch", "--processes", processes, "--", *flags]), environment(None))
 
 
 def process_of(job: Job, role: str, index: int) -> int:
@@ -86,24 +75,22 @@ def test_several_devices_in_each_process_give_the_numbers_of_as_many_mirrored(tm
     assert (ring["replicas_in_sync"], ring["processes"]) == (4, 2)
 
 
-@pytest.mark.timeout(200)
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    job = start_parameter_servers(tmp_path / "report.json", 800)
-    job.wait_for("/800  loss", timeout=100)
+    job = start_parameter_servers(4, tmp_path / "report.json", 800)
+    job.wait_for("/800  loss", timeout=LIMIT)
     os.kill(process_of(job, "worker", 1), signal.SIGKILL)
-    ended = job.finish(timeout=100).check()
+    ended = job.finish(timeout=LIMIT).check()
     assert "worker 1 (rank 3, host localhost) failed: killed by SIGKILL. It is started again" in ended.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["steps"], report["examples_seen"]) == (800, 800 * 16)
     assert 800 <= report["workers"]["updates"] <= 802  # a step that had been applied may have been done again
 
 
-@pytest.mark.timeout(200)
 def test_a_parameter_server_that_is_killed_ends_the_job(tmp_path: Path) -> None:
-    job = start_parameter_servers(tmp_path / "report.json", 100_000)
-    job.wait_for("/100000  loss", timeout=100)
+    job = start_parameter_servers(3, tmp_path / "report.json", 100_000)
+    job.wait_for("/100000  loss", timeout=LIMIT)
     os.kill(process_of(job, "ps", 0), signal.SIGKILL)
-    ended = job.finish(timeout=40)
+    ended = job.finish(timeout=LIMIT)
     assert ended.code == 137
     last = [line for line in ended.output.splitlines() if line.startswith("tfdist: ")][-1]
     assert re.search(r"ps 0 \(rank 1, host localhost\) failed first: killed by SIGKILL.*weights it held are lost", last)

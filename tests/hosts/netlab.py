@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Ended, Job, environment, mpirun, python
+from tests.jobs import LIMIT, Ended, Job, environment, mpirun, python
 
 __all__ = ["Lab", "lab", "need"]
 
@@ -43,7 +43,7 @@ class Lab:
         return Job([str(ON_HOST), host, *map(str, command)], {**environment(env), **self._variables()})
 
     def run(
-        self, host: str, command: Sequence[object], timeout: float = 60, env: Mapping[str, str] | None = None
+        self, host: str, command: Sequence[object], timeout: float = LIMIT, env: Mapping[str, str] | None = None
     ) -> Ended:
         """Run a command on `host`."""
         return self.start(host, command, env).finish(timeout)
@@ -71,7 +71,7 @@ class Lab:
         *args: object,
         flags: Sequence[object] = (),
         env: Mapping[str, str] | None = None,
-        timeout: float = 120,
+        timeout: float = LIMIT,
     ) -> Ended:
         """As `start_mpi`, to its end."""
         return self.start_mpi(hosts, script, *args, flags=flags, env=env).finish(timeout)
@@ -196,7 +196,7 @@ def _ip(*args: str) -> str:
 def _call(*command: str) -> str:
     """What a command of iproute2 printed."""
     env = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     if answer.returncode:
         raise RuntimeError(f"{' '.join(command)}: {answer.stderr.strip()}")
     return answer.stdout

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.hosts.netlab import Lab, lab, need
-from tests.jobs import ROOT, Ended, Job
+from tests.jobs import LIMIT, ROOT, Ended, Job
 
 __all__ = ["Slurm", "slurm"]
 
@@ -31,7 +31,7 @@ class Slurm:
         script: str | Path,
         *args: object,
         flags: Sequence[object] = (),
-        timeout: float = 120,
+        timeout: float = LIMIT,
         env: Mapping[str, str] | None = None,
     ) -> Ended:
         """`sbatch script args` in the repository's folder: the job's exit code and output, after its end."""
@@ -52,15 +52,15 @@ class Slurm:
         self.run("scancel", "--full", "--signal=KILL", job)
         return Ended(124, f"{output.read_text()}\nended by the test after {timeout} s")
 
-    def srun(self, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
+    def srun(self, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None) -> Ended:
         """`srun args`."""
         return self.run("srun", *args, timeout=timeout, env=env)
 
-    def salloc(self, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None) -> Ended:
+    def salloc(self, *args: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None) -> Ended:
         """`salloc args`: the flags, then a command, which runs on the login node."""
         return self.run("salloc", *args, timeout=timeout, env=env)
 
-    def run(self, *command: object, timeout: float = 60, env: Mapping[str, str] | None = None) -> Ended:
+    def run(self, *command: object, timeout: float = LIMIT, env: Mapping[str, str] | None = None) -> Ended:
         """Any command on the login node."""
         return self.lab.run(self.lab.hosts[0], command, timeout, {**self.variables(), **(env or {})})
 
@@ -141,11 +141,11 @@ def _daemon(slurm: Slurm, host: str, *command: str) -> Job:
     return slurm.lab.start(host, command, {**slurm.variables(), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
 
 
-def _wait_until_idle(slurm: Slurm, seconds: float = 30) -> None:
+def _wait_until_idle(slurm: Slurm, seconds: float = 120) -> None:
     """Wait until every node takes jobs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        states = slurm.run("sinfo", "--noheader", "--Node", "--format=%N %T", timeout=20)
+        states = slurm.run("sinfo", "--noheader", "--Node", "--format=%N %T", timeout=60)
         if states.output.split("\n")[:-1] == [f"{node} idle" for node in slurm.nodes]:
             return
         time.sleep(0.1)

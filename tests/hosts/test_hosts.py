@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.netlab import AGENT, Lab, lab
-from tests.jobs import ROOT, Job, mpirun, python, run_alone
+from tests.jobs import LIMIT, ROOT, Job, mpirun, python, run_alone
 
 TRAIN = ROOT / "scripts" / "train.py"
 TOY = ROOT / "tests" / "toy.py"
@@ -33,7 +33,7 @@ def read(report: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(("backend", "count"), [("horovod", 4), ("multi_worker_mirrored", 3)])
+@pytest.mark.parametrize(("backend", "count"), [("horovod", 3), ("multi_worker_mirrored", 3)])
 def test_hosts_give_the_numbers_of_one_device(
     backend: str, count: int, one_device: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ IDLE = """\
 import os, pathlib, time
 rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
 pathlib.Path(f"{rank}-of-{size}").touch()
-time.sleep(0 if size == 2 else 60)
+time.sleep(0 if size == 2 else 600)
 """
 
 
@@ -77,7 +77,7 @@ def supervised(hosts: Lab, folder: Path, **settings: Any) -> Job:
     settings |= {"mpirun": mpirun(), "rsh": [str(AGENT)]}
     launcher = ROOT / "tests" / "unit" / "supervise_program.py"
     job = hosts.start(hosts.hosts[0], python(launcher, [json.dumps(settings)]))
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + LIMIT
     while len(list(folder.glob("*-of-3"))) < 3:
         assert time.monotonic() < deadline, job.printed()
         time.sleep(0.05)
@@ -88,7 +88,7 @@ def test_a_restart_goes_on_without_a_lost_host(tmp_path: Path) -> None:
     with lab(3) as hosts:
         job = supervised(hosts, tmp_path, max_restarts=1, min_processes=2)
         hosts.cut("node2")
-        ended = job.finish(timeout=60).check()
+        ended = job.finish(timeout=LIMIT).check()
     assert "tfdist: host node2 is lost: mpirun no longer reaches it. All start again" in ended.output
     assert "The job goes on with 2 of 3 processes." in ended.output
     assert {path.name for path in tmp_path.glob("*-of-2")} == {"0-of-2", "1-of-2"}
@@ -98,8 +98,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with lab(3) as hosts:
         job = supervised(hosts, tmp_path)
         os.kill(job.pid, signal.SIGKILL)
-        assert job.finish(timeout=10).code == -signal.SIGKILL
-        deadline = time.monotonic() + 20
+        assert job.finish(timeout=LIMIT).code == -signal.SIGKILL
+        deadline = time.monotonic() + 120
         while left := [pid for host in hosts.hosts for pid in hosts.processes(host)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
@@ -110,7 +110,7 @@ def test_ranks_fill_the_hosts_in_their_order(tmp_path: Path) -> None:
     where.write_text("import os; print(os.environ['OMPI_COMM_WORLD_RANK'], 'on', os.uname().nodename, flush=True)\n")
     with lab(2) as hosts:
         one_each = hosts.run_mpi(hosts.hosts, where).check()
-        two_each = hosts.run_mpi([f"{host}:2" for host in hosts.hosts], where, timeout=30).check()
+        two_each = hosts.run_mpi([f"{host}:2" for host in hosts.hosts], where).check()
     assert sorted(one_each.output.splitlines()) == ["0 on node0", "1 on node1"]
     assert sorted(two_each.output.splitlines()) == ["0 on node0", "1 on node0", "2 on node1", "3 on node1"]
 
@@ -118,10 +118,8 @@ def test_ranks_fill_the_hosts_in_their_order(tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_reached_ends_the_start() -> None:
     with lab(3) as hosts:
         hosts.cut("node2")
-        start = time.monotonic()
-        job = hosts.run_mpi(hosts.hosts, TRAIN, "--steps", 1, timeout=60)
+        job = hosts.run_mpi(hosts.hosts, TRAIN, "--steps", 1)
         assert job.code not in (0, 124), job.output[-3000:]
-        assert time.monotonic() - start < 30
         assert "node2" in job.output
         assert "training on" not in job.output
 
@@ -130,9 +128,9 @@ def test_a_link_that_is_cut_in_training_ends_the_job() -> None:
     slow = ["--task", f"{TOY}:Slow", "--task-args", "seconds=0.1", "--steps-per-chunk", 2, "--steps", 5000]
     with lab(2) as hosts:
         job = hosts.start_mpi(hosts.hosts, TRAIN, *slow)
-        job.wait_for("epoch 1/", timeout=100)
+        job.wait_for("epoch 1/", timeout=LIMIT)
         hosts.cut("node1")
-        ended = job.finish(timeout=30)
+        ended = job.finish(timeout=LIMIT)
     # Not that the code is other than 0: see below.
     assert ended.code != 124, ended.output[-3000:]
     # mpirun notices by its own heartbeat, or by a message that it cannot deliver.
@@ -144,11 +142,11 @@ def test_a_link_that_is_cut_for_a_moment_does_no_harm(tmp_path: Path) -> None:
     program.write_text("import time; print('begun', flush=True); time.sleep(8); print('done', flush=True)\n")
     with lab(2) as hosts:
         job = hosts.start_mpi(hosts.hosts, program)
-        job.wait_for("begun", timeout=20)
+        job.wait_for("begun", timeout=LIMIT)
         hosts.cut("node1")
         time.sleep(3)
         hosts.mend("node1")
-        assert job.finish(timeout=40).check().output.count("done") == 2
+        assert job.finish(timeout=LIMIT).check().output.count("done") == 2
 
 
 @pytest.mark.xfail(strict=True, reason="mpirun of Open MPI 5.0 ends with 0 when it loses a host")
@@ -157,6 +155,6 @@ def test_mpirun_ends_with_an_error_when_it_loses_a_host(tmp_path: Path) -> None:
     program.write_text("import time; print('begun', flush=True); time.sleep(60)\n")
     with lab(2) as hosts:
         job = hosts.start_mpi(hosts.hosts, program)
-        job.wait_for("begun", timeout=20)
+        job.wait_for("begun", timeout=LIMIT)
         hosts.cut("node1")
-        assert job.finish(timeout=30).code not in (0, 124)
+        assert job.finish(timeout=LIMIT).code not in (0, 124)

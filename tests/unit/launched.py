@@ -103,3 +103,7 @@ def rsh(folder: Path, body: str) -> list[str]:
 
 def last(errors: str) -> str:
     return errors.splitlines()[-1]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

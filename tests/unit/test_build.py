@@ -318,7 +318,7 @@ def build(cache: Path, *arguments: str, python: str = sys.executable, **settings
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -457,9 +457,9 @@ def test_second_build_of_a_key_waits_for_the_first(tmp_path: Path) -> None:
         assert first.stdout and first.stdout.readline() == "in\n"
         with start() as second:
             assert second.stdout and "waiting" in second.stdout.readline()
-            first.communicate("\n", timeout=60)
+            first.communicate("\n", timeout=300)
             assert second.stdout.readline() == "in\n"
-            second.communicate("\n", timeout=60)
+            second.communicate("\n", timeout=300)
 
 
 @needs_the_wheel

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tfdist.config import ChaosCommand
+from tfdist.commands import ChaosCommand
 from tfdist.errors import UsageError
 from tfdist.evidence.chaos import quantiles
 from tfdist.evidence.faults import KINDS, draw

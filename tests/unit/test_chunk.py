@@ -24,6 +24,7 @@ def step(parts: int, place: int, **changes: Any) -> StepResult:
         "halt": False,
         "suspects": [2.0, 5.0],
         "faults": [3.0, 0.0, 1.0 + place],
+        "leave": 0.5 * place,
         "tally": [],
         "times": [],
     }
@@ -47,6 +48,7 @@ def test_what_goes_in_comes_out(parts: int) -> None:
     assert chunk.seconds is seconds
     assert (chunk.halted, chunk.suspects) == (False, (2, 5))
     assert chunk.faults.tolist() == [3, 0, 3]
+    assert chunk.leave == 1.0, "the largest"
 
 
 def test_what_is_told_of_the_last_step_only() -> None:
@@ -62,3 +64,15 @@ def test_numbers_that_are_not_finite_travel_too() -> None:
     chunk = columns(np.array([row(step(2, 0, losses=[np.nan, -np.inf])).numpy()]), np.ones(1), 2)
     assert str(chunk.losses.tolist()) == "[[nan, -inf]]"
     assert chunk.penalties.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_run_without_steps_has_empty_columns(parts: int) -> None:
+    chunk = columns(np.zeros((0, width(parts)), np.float32), np.zeros(0), parts)
+    assert (chunk.losses.shape, chunk.rates.shape, len(chunk.rows), len(chunk.seconds)) == (
+        (0, parts),
+        (0, parts),
+        0,
+        0,
+    )
+    assert (chunk.halted, chunk.leave) == (False, 0.0)

@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("coordination_program.py")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each scenario found."""
     file = tmp_path_factory.mktemp("coordination") / "found.json"
-    run_alone(PROGRAM, file, timeout=120, env={"CUDA_VISIBLE_DEVICES": ""}).check()
+    run_alone(PROGRAM, file, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""}).check()
     return dict(json.loads(file.read_text()))
 
 

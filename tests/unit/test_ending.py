@@ -28,7 +28,7 @@ START = (
 def job(tmp_path: Path, program: str) -> list[Ended]:
     path = tmp_path / "program.py"
     path.write_text(START + program)
-    return run_tf_config(2, path, timeout=60)
+    return run_tf_config(2, path, timeout=300)
 
 
 def test_one_that_is_done_stays_until_the_other_is(tmp_path: Path) -> None:

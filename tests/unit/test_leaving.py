@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launched import jobs_in, last
+from tests.unit.launched import jobs_in, last, parent
 
 SAVES = """\
 def leave(*_):
@@ -44,6 +45,32 @@ def test_all_save_and_leave(job: Any, number: signal.Signals, code: int) -> None
         f"tfdist: {number.name} received: the processes have 30 s to save and leave.",
         f"tfdist: {number.name} received; all processes have saved and left.",
     ]
+
+
+def test_beside_servers_the_chief_alone_is_asked(job: Any) -> None:
+    body = """\
+if role == "chief":
+    signal.signal(signal.SIGUSR1, lambda *_: (note("saved"), sys.exit(75)))
+    wait_for("*.up", 2)
+    note("ready")
+    time.sleep(60)
+note(f"{role}.up")
+wait_for("saved")
+"""
+    started = job(body, processes=3, servers=1, saves=True)
+    started.wait_for("ready")
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert (code, last(errors)) == (75, "tfdist: SIGTERM received; all processes have saved and left.")
+
+
+def test_a_scheduler_that_signals_every_process_does_not_disturb(job: Any) -> None:
+    started = job(SAVES, processes=1, saves=True)
+    started.wait_for("*.ready")
+    rank = int(next(started.folder.glob("worker0-*.pid")).read_text())
+    os.kill(parent(rank), signal.SIGTERM)
+    os.kill(started.launcher.pid, signal.SIGTERM)
+    assert started.ended(20)[0] == 75
 
 
 def test_who_does_not_leave_in_time_is_ended(job: Any) -> None:

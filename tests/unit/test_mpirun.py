@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launched import jobs_in, last
+from tests.unit.launched import jobs_in, last, parent
 from tests.unit.test_leaving import SAVES
 from tfdist.cluster.hosts import Host
 from tfdist.cluster.mpirun import ABORT_SECONDS, MPIRUN, Mpi, MpirunOutput, mpirun
@@ -74,6 +74,13 @@ ABORTED = """\
 [1,1]<stderr>:   Proc: [[55482,1],1]
 [1,1]<stderr>:   Errorcode: 7
 """
+MPICH = """\
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 22955 RUNNING AT vm
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+"""
 LOST = """\
 PRTE has lost communication with a remote daemon.
 
@@ -89,6 +96,7 @@ ROOT = "mpirun starts nothing for root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_
         (KILLED, 137, 137, "worker 1 (rank 1, host vm) failed first: killed by SIGKILL."),
         (LEFT, 75, 75, "worker 0 (rank 0) failed first: exit code 75."),
         (ABORTED, 7, 7, "worker 1 (rank 1) failed first: exit code 7."),
+        (MPICH, 9, 137, "a worker (host vm) failed first: killed by SIGKILL."),
         (LOST, 0, 7, "host node2 is lost: mpirun no longer reaches it."),
         ("prterun has detected an attempt to run as root.\n", 1, 1, ROOT),
         ("", 1, 1, "mpirun failed: exit code 1."),
@@ -188,7 +196,3 @@ def test_nothing_outlives_a_launcher_or_an_agent_that_is_killed(job: Any, victim
     os.kill(agent if victim == "agent" else started.launcher.pid, signal.SIGKILL)
     started.launcher.wait(20)
     started.none_is_left(10)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -44,4 +44,4 @@ def test_importing_costs_nothing(used: str, heavy: list[str]) -> None:
         f"found = set({heavy}) & {{name.split('.')[0] for name in sys.modules}}\n"
         "sys.exit(', '.join(sorted(found)) or 0)"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=300, check=True)

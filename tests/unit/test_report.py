@@ -187,7 +187,7 @@ def public() -> Iterator[Path]:
 
 def refusal_as_nobody(path: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", AS_NOBODY, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert "UsageError" in done.stderr, done.stderr
     return done.stderr

@@ -48,7 +48,7 @@ def answer(value): print(json.dumps(value), file=sys.stderr)
 def ask(command: list[str], **keywords: Any) -> Any:
     """What the program hands to `answer`."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **keywords.pop("env", {})}
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, env=environ, **keywords)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, env=environ, **keywords)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stderr)
 
@@ -236,9 +236,9 @@ def test_tensorflow_is_imported_without_its_notes_unless_the_user_set_a_level(le
     environ = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
     environ |= {"PYTHONPATH": str(ROOT)} | ({} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level})
     command = [sys.executable, "-c", IMPORTS + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     assert done.stderr == ("later\n" if level is None else "a note\nlater\n")
-    failed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ | {"FAIL": "1"})
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ | {"FAIL": "1"})
     assert failed.returncode == 1
     assert failed.stderr.count("a note\n") == 1
     assert "ImportError: broken" in failed.stderr

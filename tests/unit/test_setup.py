@@ -30,7 +30,7 @@ def set_up(tree: Path, **settings: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return done.returncode, done.stdout
@@ -131,7 +131,7 @@ def test_defaults_of_open_mpi_are_written_once(tmp_path: Path) -> None:
 def test_tools_for_tests_can_be_left_out() -> None:
     command = ["/bin/bash", str(ROOT / "scripts" / "test_tools.sh")]
     environment = {"PATH": "/nowhere", "TFDIST_TEST_TOOLS": "no"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -54,7 +54,7 @@ def at_once(*work: Callable[[], Any]) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(len(work)) as threads:
-        return [future.result(timeout=30) for future in [threads.submit(outcome, one) for one in work]]
+        return [future.result(timeout=120) for future in [threads.submit(outcome, one) for one in work]]
 
 
 def joining(rank: int, size: int, meeting: Sequence[Address], tag: str = TAG) -> Callable[[], TcpChannel]:
@@ -168,7 +168,7 @@ class TestGoing:
             "channel = open_tcp(identify())\n"
             "channel.abort(3) if channel.rank == 1 else channel.exchange('one that never comes', None)\n"
         )
-        chief, other = run_tf_config(2, program, timeout=60)
+        chief, other = run_tf_config(2, program, timeout=300)
         assert (chief.code, other.code) == (1, 3), (chief.output, other.output)
         assert "EnvironmentProblem: rank 1 (127.0.0.1:" in chief.output
 

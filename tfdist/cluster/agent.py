@@ -7,7 +7,7 @@ commands it: the launcher, over a pipe or over ssh. When they close, all its pro
     {"do": "ports", "count": 2}                 ->  {"ports": [41001, 41002]}
     {"do": "start", "rank": 0, "argv": […], …}  ->  {"rank": 0, "stream": 1, "text": "a line\n"} …
                                                     {"rank": 0, "ended": -9}   as in `subprocess`: minus a signal
-    {"do": "signal", "number": 10}                  to each process itself, not to what it has started
+    {"do": "signal", "rank": 0, "number": 10}       to the process itself, not to what it has started
     {"do": "end", "grace": 5}                       SIGTERM to all, and SIGKILL after so many seconds
     {"do": "alive"}                             ->  {"alive": true}            (see --silence)
 """
@@ -99,8 +99,8 @@ class Agent:
             case "start":
                 self._start(command)
             case "signal":
-                for child in self._children.values():
-                    child.send_signal(command["number"], to_all=False)
+                if command["rank"] in self._children:
+                    self._children[command["rank"]].send_signal(command["number"], to_all=False)
             case "end":
                 self._end(command["grace"])
             case "alive":
@@ -164,16 +164,14 @@ class Agent:
         self._kill_at = min(time.monotonic() + grace, self._kill_at or float("inf"))
 
     def _close(self) -> None:
-        """The launcher has gone, or this process is asked to end."""
+        """The launcher has gone."""
         if not self._closing:
             self._closing = True
             self._end(_GRACE_SECONDS)
             self._selector.unregister(self._commands)
 
     def _signalled(self, wake: socket.socket) -> None:
-        received = wake.recv(4096)
-        if any(number != signal.SIGCHLD for number in received):
-            self._close()
+        wake.recv(4096)  # it has woken us, which is all that it is for
 
     def _answer(self, **answer: Any) -> None:
         self._unsent.append(json.dumps(answer).encode() + b"\n")
@@ -206,7 +204,9 @@ def main() -> None:
     for end in (wake, notified):
         end.setblocking(False)
     signal.set_wakeup_fd(notified.fileno(), warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    # A scheduler signals all processes of a job at once. What that means is the launcher's to decide, and when it goes,
+    # its connection closes.
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     # What a process or a library prints by mistake must not mix with the answers.
     answers = os.dup(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.cluster.agents import SILENCE_SECONDS, AgentLink, Event, Output, hosts_that_fail
 from tfdist.cluster.hosts import Host
-from tfdist.cluster.launch import Member, ProcessSpec, address_host, members, specs
+from tfdist.cluster.launch import ProcessSpec, address_host, members, specs
 from tfdist.cluster.mpirun import MPIRUN, Mpi, MpirunOutput
 from tfdist.cluster.watch import INTERRUPTED, PREEMPTED, Outcome, Watch, failure
 
@@ -132,7 +132,7 @@ class Job:
         while watch.outcome is None:
             event = self._event(0.2)
             now = time.monotonic()
-            if event is not None and event.kind == "ended":
+            if event and event.kind == "ended":
                 rank, code = event.value
                 self._started.pop(rank, None)
                 watch.ended(rank, self._mpirun.code(code), now)
@@ -212,12 +212,10 @@ class Job:
             left = deadline - time.monotonic()
             if left <= 0:
                 late = f"no answer from its agent after start_seconds={self._launch.start_seconds:g}"
-                self._lose(
-                    waited,
-                    late,
-                    f"{late}. Check that --rsh reaches it without a password, and that Python and this folder are "
-                    "there as here.",
+                hint = (
+                    "Check that --rsh reaches it without a password, and that Python and this folder are there as here."
                 )
+                self._lose(waited, late, f"{late}. {hint}")
                 continue
             event = self._event(min(left, 0.2))
             if event is not None and event.kind == kind:
@@ -256,12 +254,8 @@ class Job:
                 raise _Over(Outcome(_UNREAD))
             case "gone":
                 ended = f"its agent has ended (exit code {event.value})"
-                self._lose(
-                    [event.host],
-                    ended,
-                    f"{ended}, and its processes with it. The lines above may say why; if not, the connection was "
-                    "lost.",
-                )
+                hint = "The lines above may say why; if not, the connection was lost."
+                self._lose([event.host], ended, f"{ended}, and its processes with it. {hint}")
                 return None
         return event
 
@@ -278,7 +272,10 @@ class Job:
         self._signalled = number
         self._output.tell(f"{number.name} received: the processes have {self._launch.grace:g} s to save and leave.")
         self._watch.leave(number, time.monotonic())
-        self._tell_all(do="signal", number=signal.SIGUSR1)
+        # A chief saves what servers hold, and sends them and the workers away: until then they are needed.
+        for rank in [0] if self._launch.servers else list(self._started):
+            if rank in self._started:
+                self._links[self._started[rank]].send(do="signal", rank=rank, number=signal.SIGUSR1)
 
     def _mark(self, rank: int, line: bytes) -> tuple[str, bytes]:
         if self._launch.mpi is not None:
@@ -286,9 +283,12 @@ class Job:
         return self._names.get(rank, f"rank {rank}"), line
 
     def _start(self, spec: ProcessSpec) -> None:
-        member: Member = spec.member
+        member = spec.member
         self._started[member.rank] = member.host
-        environment = {"PYTHONUNBUFFERED": "1", **dict(spec.environment)}
+        # Not for ranks: MPICH marks what is written, not lines.
+        environment = (
+            dict(spec.environment) if self._launch.mpi else {"PYTHONUNBUFFERED": "1", **dict(spec.environment)}
+        )
         self._links[member.host].send(
             do="start", rank=member.rank, argv=spec.argv, env=environment, cwd=self._launch.folder
         )

@@ -73,9 +73,8 @@ class Mpi:
         else:
             new = int(found[1]) >= 5
             options = ["--output", "tag"] if new else ["--tag-output"]
-            options += (
-                [*(["--prtemca", "plm_ssh_agent"] if new else ["--mca", "plm_rsh_agent"]), " ".join(rsh)] if rsh else []
-            )
+            agent = ["--prtemca", "plm_ssh_agent"] if new else ["--mca", "plm_rsh_agent"]
+            options += [*agent, " ".join(rsh)] if rsh else []
             options += ["--host", places] if named else []
             options += [word for name in self.hands_on if named for word in ("-x", name)]
         return (self.program, *options, "-np", count, *argv)
@@ -91,6 +90,7 @@ _ENDS = (
     re.compile(r"due to process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) calling .abort"),
     re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?code:? (?P<code>\d+)"),
 )
+_ENDS_OF_HYDRA = re.compile(r"RUNNING AT (?P<host>\S+) = EXIT CODE: \d+ .*EXIT STRING: [^()]*\(signal (?P<n>\d+)\)")
 _HOST_LOST = re.compile(r"lost communication with a remote daemon.*?Remote daemon: \S+ on node (?P<host>\S+)")
 
 
@@ -116,7 +116,7 @@ class MpirunOutput:
 
     @property
     def _end(self) -> re.Match[str] | None:
-        return next((found for found in (end.search(self._words) for end in _ENDS) if found), None)
+        return next((found for found in (end.search(self._words) for end in (*_ENDS, _ENDS_OF_HYDRA)) if found), None)
 
     def hangs(self, now: float) -> bool:
         """Whether mpirun has said that the job must end, and does not end it, as 5.0.11 where a host has just gone."""
@@ -128,18 +128,24 @@ class MpirunOutput:
         return "attempt to run as root" in self._words
 
     def code(self, code: int) -> int:
-        """How the job has ended, from how mpirun has: 5.0.11 ends with 0 when it loses a host."""
+        """How the job has ended, from how mpirun has.
+
+        Open MPI 5.0.11 ends with 0 when it loses a host, and MPICH with n when a rank was killed by signal n.
+        """
         if code == 0 and _HOST_LOST.search(self._words):
             return _PEER_LOST
-        return code
+        end = self._end
+        return 128 + code if end and end.groupdict().get("n") == str(code) else code
 
     def aborted_with(self) -> int:
         """The exit code of a job that mpirun does not end."""
-        end = self._end
-        if end is None:
-            return _PEER_LOST
-        given = end.groupdict()
-        return 128 + int(given["n"]) if given.get("n") else int(given.get("code") or _PEER_LOST)
+        for end in (*_ENDS, _ENDS_OF_HYDRA):
+            given = found.groupdict() if (found := end.search(self._words)) else {}
+            if given.get("n"):
+                return 128 + int(given["n"])
+            if given.get("code"):
+                return int(given["code"])
+        return _PEER_LOST
 
     def describe(self, member: Member, code: int) -> str:
         """Who failed, as mpirun tells it; else that mpirun itself did."""
@@ -157,4 +163,5 @@ class MpirunOutput:
         given = end.groupdict()
         host = f", host {given['host']}" if given.get("host") else ""
         ending = how(-int(given["n"])) if given.get("n") else f"exit code {given.get('code') or exit_code(code)}"
-        return f"worker {given['rank']} (rank {given['rank']}{host}) failed first: {ending}."
+        who = f"worker {given['rank']} (rank {given['rank']}{host})" if given.get("rank") else f"a worker ({host[2:]})"
+        return f"{who} failed first: {ending}."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.checkpoints.checkpoint import find
-from tfdist.config import ChaosCommand
+from tfdist.commands import ChaosCommand
 from tfdist.errors import EnvironmentProblem, TfdistError
 from tfdist.evidence.chaos_run import Injected, Outcome, Run, Setup
 from tfdist.evidence.faults import draw

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tfdist.config import ChaosCommand
+from tfdist.commands import ChaosCommand
 from tfdist.errors import EnvironmentProblem
 from tfdist.evidence.campaign import Campaign
 from tfdist.evidence.chaos_run import Injected

@@ -22,6 +22,9 @@ from tfdist.strategies.table import Place
 
 __all__ = ["MultiWorkerMirrored", "open_multi_worker"]
 
+_PATIENCE_SECONDS = 20.0
+"""How long TensorFlow itself lets a process be silent. In `Trainer.fit` the heartbeat notices before."""
+
 _Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
@@ -132,6 +135,7 @@ def open_multi_worker(place: Place) -> MultiWorkerMirrored:
                 num_accelerators={"GPU": gpus} if gpus else {},
             )
         until_open.enter_context(private_tf.local_cpu_devices(len(devices) if not gpus else 1))
+        until_open.enter_context(private_tf.patient_coordination(_PATIENCE_SECONDS))
         try:
             strategy = MultiWorkerMirrored(resolver, channel, collectives=options.collectives)
         except RuntimeError as error:
