@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.evidence.chaos_run import Injected, Run, Setup
-from tfdist.evidence.faults import Fault
+from tfdist.evidence.chaos_run import Run, Setup
+from tfdist.evidence.faults import Fault, Injected
 
 JOB = Path(__file__).with_name("chaos_job.py")
 
