@@ -248,7 +248,9 @@ def _cell(trials: Sequence[Trial]) -> str:
     words = ", ".join(f"{verdict} {count}/{len(trials)}" for verdict, count in verdicts.items())
     ended = quantiles(trial.ended_after for trial in trials)
     lost = quantiles(t.at_step - t.resumed_from for t in trials if t.resumed_from is not None)
-    if ended:
+    if ended and len(trials) == 1:
+        words += f"; ended after {ended['max']:.1f} s"
+    elif ended:
         words += f"; ended after {ended['p50']:.1f} / {ended['p95']:.1f} / {ended['max']:.1f} s"
     return words + (f"; lost {max(0, lost['max']):.0f} steps at most" if lost else "")
 
