@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full check clean
+.PHONY: help setup train test test-full test-faults check clean
 
 # Open MPI refuses to run as root unless it is told twice; PRTE is the launcher of Open MPI 5.
 ifeq ($(shell id -u),0)
@@ -14,7 +14,7 @@ endif
 enter := source .venv/bin/activate &&
 
 help:  ## List these targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
 	@echo
 	@echo 'Variables: PYTHON=python3.12, TFDIST_MPI=wheel|system, TFDIST_DEVICE=cpu|cuda, TFDIST_HOROVOD=yes|no,'
 	@echo '           TFDIST_TEST_TOOLS=yes|no, TRAIN_ARGS="--epochs 2", PYTEST_ARGS="-k name"'
@@ -33,6 +33,10 @@ test: setup  ## Run the tests (about ten minutes on two cores)
 
 test-full: full := --full
 test-full: test  ## Run them on more backends, numbers of replicas and variants (about half an hour)
+
+test-faults: setup  ## Run the long campaigns of faults (about two hours on two cores)
+	$(root_note)
+	$(enter) pytest -m faults tests/faults $(PYTEST_ARGS)
 
 check: setup  ## Check format, lint and types
 	$(enter) ruff format --check . && ruff check . && mypy

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -105,14 +106,25 @@ def environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**env, **(extra or {})}
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process runs; not where it has ended, and nobody has asked how."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+_JOB = "TFDIST_TEST_JOB"  # tells the processes of one job from those of others
+
+
 class Job:
     """A running command. What it prints goes to a file, which no orphan can hold open as it could a pipe."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._name = secrets.token_hex(8)
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
         self._process = subprocess.Popen(
             command,
-            env=env,
+            env={**env, _JOB: self._name},
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=subprocess.STDOUT,
@@ -152,6 +164,18 @@ class Job:
         """What it has printed so far."""
         size = os.fstat(self._printed.fileno()).st_size
         return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
+
+    def ranks(self) -> dict[int, int]:
+        """The ids of its processes that have a rank, by their ranks: of MPI, or of TF_CONFIG with workers only."""
+        found = {}
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+                config = json.loads(variables.get("TF_CONFIG") or "{}")
+                rank = variables.get("OMPI_COMM_WORLD_RANK", config.get("task", {}).get("index"))
+                if rank is not None and variables.get(_JOB) == self._name and is_there(pid):
+                    found[int(rank)] = pid
+        return found
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

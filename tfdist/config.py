@@ -7,23 +7,12 @@ import math
 import os
 import re
 import typing
-from pathlib import Path
 from typing import Any, Literal
 
-from tfdist.cluster.hosts import MOST_PROCESSES
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options, check_backend, check_options
 
-__all__ = [
-    "CheckCommand",
-    "CheckpointsCommand",
-    "EvaluateCommand",
-    "LaunchCommand",
-    "Settings",
-    "TrainCommand",
-    "learning_rate",
-    "save_interval",
-]
+__all__ = ["Settings", "learning_rate", "save_interval", "within"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +159,7 @@ class Settings:
             _of_kind(field.name, getattr(self, field.name), kinds[field.name])
         check_backend(self.backend)
         for name, (least, most) in _LIMITS.items():
-            _within(name, getattr(self, name), least, most)
+            within(name, getattr(self, name), least, most)
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -182,6 +171,8 @@ class Settings:
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
         save_interval(self.save_every)
+        if 0 < self.stall_timeout < 2:
+            raise UsageError(f"stall_timeout={self.stall_timeout!r} must be 2 seconds or more, or 0 for never.")
         self._no_contradictions()
 
     def _no_contradictions(self) -> None:
@@ -339,148 +330,6 @@ _EXCLUSIVE = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainCommand(Settings):
-    """The command line of `tfdist train`: what to train, how, and where the report goes."""
-
-    task: str = "digits"
-    """A built-in task (digits), or your own as path/to/file.py:ClassName or package.module:ClassName."""
-    task_args: tuple[str, ...] = ()
-    """Fields of the task to set, as name=value."""
-    report: Path | None = None
-    """Write what was done and measured to this JSON file."""
-    export: tuple[Path, ...] = ()
-    """Write the trained model to these files, whose names end in .keras, or folders, as SavedModels. Both load without
-    tfdist."""
-    verbose: bool = False
-    """Print the resolved cluster and what was set for it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckCommand:
-    """The command line of `tfdist check`."""
-
-    backends: tuple[str, ...] = ()
-    """Backends to check. Unset: all that work on this machine."""
-    replicas: tuple[int, ...] = (2,)
-    """Numbers of replicas; one_device, the reference, has one."""
-    cases: tuple[str, ...] = ()
-    """Cases to run, by the beginning of their names. Unset: all."""
-    json: Path | None = None
-    """Write all values to this JSON file."""
-    list: bool = False
-    """Say what the cases are and what their numbers mean, and run nothing."""
-
-    def __post_init__(self) -> None:
-        for name in self.backends:
-            check_backend(name)
-        for count in self.replicas:
-            _within("replicas", count, 1, 64)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """The command line of `tfdist evaluate`."""
-
-    checkpoint: Path | None = None
-    """A checkpoint, or a folder of checkpoints, of which the newest is taken."""
-    split: tuple[str, ...] = ()
-    """Splits of the task. Unset: those that training evaluates."""
-    task: str | None = None
-    """As of tfdist train. Unset: what the checkpoint was trained with."""
-    task_args: tuple[str, ...] = ()
-    """Fields of the task to set, as name=value."""
-    backend: str | None = None
-    """As of tfdist train; any backend can evaluate what another one has trained."""
-    replicas: int | None = None
-    """Devices of each process."""
-    global_batch_size: int | None = None
-    """Examples over all replicas that are worked on at a time. Unset: as in training."""
-    json: Path | None = None
-    """Write the results to this JSON file."""
-    quiet: bool = False
-    """Print nothing but results and errors."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint is None:
-            raise UsageError("evaluate needs a checkpoint. Set --checkpoint to one, or to a folder of checkpoints.")
-        check_backend(self.backend)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointsCommand:
-    """The command line of `tfdist checkpoints`."""
-
-    folder: Path
-    """A folder of checkpoints, or a checkpoint."""
-    verify: bool = False
-    """Check the SHA-256 of all files. Ends with 1 where one is damaged."""
-    diff: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": ("A", "B")})
-    """Say what differs between two checkpoints, given by their steps or paths."""
-    json: Path | None = None
-    """Write all of it to this JSON file."""
-
-    def __post_init__(self) -> None:
-        if self.diff and self.verify:
-            raise UsageError("--diff and --verify are both set. Checksums are checked by --diff, too: leave one out.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchCommand:
-    """The command line of `tfdist launch`, up to the `--` that parts it from the arguments of `tfdist train`."""
-
-    processes: int | None = None
-    """Processes to start on this machine."""
-    hosts: str | None = None
-    """Or on these hosts, as HOST or HOST:PROCESSES with commas between them. The others are reached through rsh, and
-    have this Python and this folder under the same paths."""
-    hostfile: Path | None = None
-    """Or on those that stand in this file, a line each: HOST, HOST:PROCESSES or HOST slots=PROCESSES."""
-    rsh: str = "ssh -o BatchMode=yes"
-    """Command that runs another command on another host; the host's name and the command follow it."""
-    max_restarts: int = 0
-    """How often the whole job is started again, in all, when it has failed with something that another start may mend;
-    with checkpoint_dir it goes on from the newest checkpoint."""
-    min_processes: int | None = None
-    """With max_restarts: go on with the hosts that are left when others are lost, if they run at least so many
-    processes. Unset: the job needs all hosts."""
-    worker_restarts: int | None = None
-    """With parameter servers: how often workers that died are started again by themselves, in all. Unset: 3."""
-    grace: float | None = None
-    """With checkpoint_dir: seconds that processes have for saving and leaving after a first SIGTERM, SIGHUP, SIGUSR1
-    or Ctrl-C. Unset: 30."""
-    start_seconds: float = 60.0
-    """How long hosts may take to answer."""
-    dry_run: Literal["no", "plan", "kubernetes"] = "no"
-    """Start nothing, and print what would be started, or the same as a job for Kubeflow's operators."""
-    image: str = "tfdist:latest"
-    """Container image of the Kubernetes job. Python with tfdist must be in it, and for horovod also MPI and sshd."""
-    job_name: str = "tfdist"
-    """Name of the Kubernetes job."""
-
-    def __post_init__(self) -> None:
-        _within("processes", self.processes, 1, MOST_PROCESSES)
-        _within("worker_restarts", self.worker_restarts, 0, 2**31 - 1)
-        _within("max_restarts", self.max_restarts, 0, 2**31 - 1)
-        _within("min_processes", self.min_processes, 1, MOST_PROCESSES)
-        if self.min_processes is not None and self.max_restarts == 0:
-            raise UsageError(
-                f"min_processes={self.min_processes} has no effect without max_restarts. Set that to 1 or more, too."
-            )
-        if self.grace is not None and not 0 < self.grace < math.inf:
-            raise UsageError(f"grace={self.grace!r} must be a finite number above 0.")
-        if not 0 < self.start_seconds < math.inf:
-            raise UsageError(f"start_seconds={self.start_seconds!r} must be a finite number above 0.")
-        if not self.rsh.split():
-            raise UsageError("rsh='' runs nothing. Write a command such as ssh, or leave it out.")
-        # Kubernetes takes names of DNS labels only, and appends to them what tells pods apart.
-        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.job_name):
-            raise UsageError(
-                f"job_name={self.job_name!r} is no name for a Kubernetes job. Use 1 to 40 small letters, digits and "
-                "hyphens, beginning with a letter."
-            )
-
-
 def learning_rate(value: Any) -> float:
     """The learning rate, checked. Raises UsageError unless it is a finite number, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -522,7 +371,8 @@ def _of_kind(name: str, value: Any, kind: Any) -> None:
         raise UsageError(f"{name}={value!r} must be {words}.")
 
 
-def _within(name: str, value: float | None, least: float, most: float) -> None:
+def within(name: str, value: float | None, least: float, most: float) -> None:
+    """Raises UsageError unless a number is unset, or between two others."""
     if value is None:
         return
     if not value >= least:

@@ -9,7 +9,8 @@ from typing import Any
 from tfdist.checkpoints.checkpoint import find
 from tfdist.cluster.channel import together
 from tfdist.cluster.identity import Identity
-from tfdist.config import EvaluateCommand, Settings
+from tfdist.commands import EvaluateCommand
+from tfdist.config import Settings
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.session import open_session
 from tfdist.tasks.load import load_task

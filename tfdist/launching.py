@@ -12,7 +12,7 @@ from tfdist.cluster.hosts import Host, hosts_of
 from tfdist.cluster.launch import address_host, members, specs, table
 from tfdist.cluster.mpirun import Mpi, mpirun, version_of
 from tfdist.cluster.supervise import Launch, supervise
-from tfdist.config import LaunchCommand, TrainCommand
+from tfdist.commands import LaunchCommand, TrainCommand
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.table import BACKENDS, check_options
 

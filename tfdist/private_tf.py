@@ -28,6 +28,7 @@ from tensorflow.python.distribute.input_lib import DistributedDataset
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
+from tensorflow.python.eager.context import Context
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
@@ -52,6 +53,7 @@ __all__ = [
     "mark_as_unsaveable",
     "name_in_function",
     "operations",
+    "patient_coordination",
     "random_op",
     "random_seed",
     "regroup",
@@ -109,6 +111,7 @@ HOOKS = {
         "_in_multi_worker_mode",
         "_make_input_context",
     ),
+    Context: ("configure_coordination_service",),
     DistributedDataset: ("__init__", "__iter__"),
     MultiDeviceSaver: ("save",),
     ShuffleDataset: ("_inputs",),
@@ -198,6 +201,25 @@ def traced_for_workers(strategy: tf.distribute.ParameterServerStrategy) -> Itera
         yield
     finally:
         extended._allow_run_without_coordinator = before
+
+
+@contextlib.contextmanager
+def patient_coordination(seconds: float) -> Iterator[None]:
+    """A strategy that is opened here lets so many seconds pass without a beat of TensorFlow's coordination service.
+
+    Its own limit is ten, and an answer must come within half of it: a network that is cut for four seconds, after which
+    TCP waits two more before it tries again, ended the job. The strategy has no option for it.
+    """
+    before = Context.configure_coordination_service
+
+    def configure(self: Context, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **{"heartbeat_timeout_in_ms": int(1000 * seconds), **kwargs})
+
+    Context.configure_coordination_service = configure
+    try:
+        yield
+    finally:
+        Context.configure_coordination_service = before
 
 
 def operations(dataset: tf.data.Dataset) -> set[str]:

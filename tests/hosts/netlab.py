@@ -84,6 +84,13 @@ class Lab:
         """Bring the link of `host` up again."""
         _ip("-n", self._switch, "link", "set", host, "up")
 
+    def mute(self, host: str) -> None:
+        """From now on nothing that `host` sends reaches another host, while it hears them. It is not told."""
+        for other, address in zip(self.hosts, self.addresses, strict=True):
+            if other != host:  # it sends to a link address that nobody has, and the switch drops that
+                neighbour = ["neighbour", "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+                _ip("-n", f"{self.name}-{host}", *neighbour, "dev", "eth0")
+
     def processes(self, host: str) -> list[int]:
         """The ids of all processes on `host`."""
         return _running([f"{self.name}-{host}"])

@@ -57,6 +57,12 @@ def test_the_cause_of_a_python_error_is_its_kind_and_first_line() -> None:
     assert cause_of(caught(in_python)) == "ValueError: the sky is falling"
 
 
+def test_a_want_of_memory_is_told() -> None:
+    for error in (caught(lambda: tf.zeros([2**30, 2**20])), MemoryError()):
+        assert cause_of(error).endswith("has run out of memory: take a smaller global_batch_size, or more processes")
+    assert cause_of(tf.errors.ResourceExhaustedError(None, None, "a full queue")).endswith("a full queue")
+
+
 @pytest.mark.parametrize("error", [AssertionError(), AssertionError("  \n ")])
 def test_the_cause_of_an_error_without_text_is_its_kind(error: Exception) -> None:
     assert cause_of(error) == "AssertionError"

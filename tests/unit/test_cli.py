@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from tfdist.cli import _parse
-from tfdist.config import CheckCommand, CheckpointsCommand, Settings, TrainCommand
+from tfdist.command_line import parse
+from tfdist.commands import CheckCommand, CheckpointsCommand, TrainCommand
+from tfdist.config import Settings
 from tfdist.errors import UsageError
 
 
 def refusal(*words: str) -> str:
     with pytest.raises(UsageError) as caught:
-        _parse(words)
+        parse(words)
     return str(caught.value)
 
 
 def test_nothing_has_to_be_given() -> None:
-    assert _parse(["train"]) == TrainCommand()
-    assert _parse(["check"]) == CheckCommand()
+    assert parse(["train"]) == TrainCommand()
+    assert parse(["check"]) == CheckCommand()
 
 
 def test_flags_of_each_kind() -> None:
@@ -28,7 +29,7 @@ def test_flags_of_each_kind() -> None:
     decay = (
         "--precision float16 --weight-decay 0.1 --weight-decay-exclude bias gamma --monitor test/loss --report r.json"
     )
-    assert _parse([*words.split(), *decay.split()]) == TrainCommand(
+    assert parse([*words.split(), *decay.split()]) == TrainCommand(
         task="my.py:Mine",
         task_args=("a=1", "b=2", "c=3"),
         steps=3,
@@ -55,12 +56,12 @@ def test_flags_of_each_kind() -> None:
     ],
 )
 def test_flags_of_backends(words: str, settings: dict[str, Any]) -> None:
-    assert _parse(["train", *words.split()]) == TrainCommand(backend=words.split()[1], **settings)
+    assert parse(["train", *words.split()]) == TrainCommand(backend=words.split()[1], **settings)
 
 
 def test_flags_of_check() -> None:
     words = "check --backends mirrored horovod --replicas 2 3 --cases uneven clip --json values.json"
-    assert _parse(words.split()) == CheckCommand(
+    assert parse(words.split()) == CheckCommand(
         backends=("mirrored", "horovod"), replicas=(2, 3), cases=("uneven", "clip"), json=Path("values.json")
     )
 
@@ -74,12 +75,12 @@ def test_flags_of_check() -> None:
     ],
 )
 def test_flags_of_checkpoints(words: str, command: CheckpointsCommand) -> None:
-    assert _parse(["checkpoints", *words.split()]) == command
+    assert parse(["checkpoints", *words.split()]) == command
 
 
 def test_a_file_gives_settings_and_later_flags_win(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("steps: 3\nema: 0.5\nweight_decay: 0.1\nweight_decay_exclude: [bias]\n")
-    command = _parse(["train", "--config", str(tmp_path / "run.yaml"), "--steps", "4"])
+    command = parse(["train", "--config", str(tmp_path / "run.yaml"), "--steps", "4"])
     assert isinstance(command, TrainCommand)
     assert (command.steps, command.ema, command.weight_decay_exclude) == (4, 0.5, ("bias",))
 

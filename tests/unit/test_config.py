@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tfdist.config import CheckCommand, Settings, TrainCommand
+from tfdist.commands import CheckCommand, TrainCommand
+from tfdist.config import Settings
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import ROOT
-from tfdist.cli import _launch, _parse, main
+from tfdist.cli import _launch, main
 from tfdist.cluster.agents import agent_command
 from tfdist.cluster.hosts import Host, hosts_of, read_hostfile
 from tfdist.cluster.identity import LAUNCHED, Identity
 from tfdist.cluster.launch import Member, ProcessSpec, members, specs
-from tfdist.config import LaunchCommand
+from tfdist.command_line import parse
+from tfdist.commands import LaunchCommand
 from tfdist.errors import UsageError
 
 
@@ -34,7 +35,7 @@ def dry(capsys: pytest.CaptureFixture[str], words: str) -> str:
 def test_flags() -> None:
     words = "launch --hosts a,b:2 --rsh ssh\\ -q --worker-restarts 1 --start-seconds 5 --dry-run plan --job-name j "
     words += "--max-restarts 3 --min-processes 2 --grace 5"
-    assert _parse(shlex.split(words)) == LaunchCommand(
+    assert parse(shlex.split(words)) == LaunchCommand(
         hosts="a,b:2",
         rsh="ssh -q",
         worker_restarts=1,

@@ -47,6 +47,23 @@ def test_all_save_and_leave(job: Any, number: signal.Signals, code: int) -> None
     ]
 
 
+def test_beside_servers_the_chief_alone_is_asked(job: Any) -> None:
+    body = """\
+if role == "chief":
+    signal.signal(signal.SIGUSR1, lambda *_: (note("saved"), sys.exit(75)))
+    wait_for("*.up", 2)
+    note("ready")
+    time.sleep(60)
+note(f"{role}.up")
+wait_for("saved")
+"""
+    started = job(body, processes=3, servers=1, saves=True)
+    started.wait_for("ready")
+    started.launcher.send_signal(signal.SIGTERM)
+    code, _, errors = started.ended(20)
+    assert (code, last(errors)) == (75, "tfdist: SIGTERM received; all processes have saved and left.")
+
+
 def test_a_scheduler_that_signals_every_process_does_not_disturb(job: Any) -> None:
     started = job(SAVES, processes=1, saves=True)
     started.wait_for("*.ready")

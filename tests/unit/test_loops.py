@@ -141,7 +141,7 @@ class TestEvaluation:
     def test_metrics_are_named_before_anything_is_evaluated(self) -> None:
         made = trainer(ToyNet())
         got = made.evaluate("test")
-        loop, _ = made._evaluations["test"]
+        loop, _ = made._evaluations.loops["test"]
         assert loop.nothing == {"loss": 0, "accuracy": 0}
         assert list(loop.nothing) == list(got) == ["loss", "accuracy"]
         assert loop.traces == 1

@@ -178,7 +178,8 @@ def test_exported_models_say_what_the_trainer_says(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         keras.models.load_model(tmp_path / "m.keras").predict(inputs, verbose=0), said, atol=1e-6
     )
-    np.testing.assert_allclose(tf.saved_model.load(tmp_path / "saved").serve(inputs), said, atol=1e-6)
+    saved = tf.saved_model.load(tmp_path / "saved")
+    np.testing.assert_allclose(saved.serve(inputs), said, atol=1e-6)
     with pytest.raises(UsageError, match="it is there already"):
         made.export(tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.keras", "saved"]

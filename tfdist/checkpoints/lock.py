@@ -10,7 +10,7 @@ import socket
 import weakref
 from pathlib import Path
 
-from tfdist.errors import UsageError
+from tfdist.errors import CheckpointProblem
 
 __all__ = ["Lock"]
 
@@ -21,7 +21,7 @@ class Lock:
     The file stays, since removing it would let two jobs hold two files of this name. What stands in it is for people.
 
     Raises:
-        UsageError: another job holds it.
+        CheckpointProblem: another job holds it.
         OSError: the file cannot be made, or not be locked.
     """
 
@@ -37,7 +37,7 @@ class Lock:
                     if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                         self._descriptor = descriptor
             except BlockingIOError:
-                raise UsageError(
+                raise CheckpointProblem(
                     f"checkpoint_dir={str(folder)!r} is in use by {_holder(descriptor)}. "
                     "Give another folder, or wait until that job has ended."
                 ) from None

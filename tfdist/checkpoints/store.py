@@ -43,7 +43,8 @@ class Store:
         less_is_better: Which of two scores is the better one. Of equal ones it is the older.
 
     Raises:
-        UsageError: another job has the folder, or it cannot be written.
+        UsageError: it cannot be written.
+        CheckpointProblem: another job has it.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False, less_is_better: bool = True) -> None:

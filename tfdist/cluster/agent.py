@@ -7,7 +7,7 @@ commands it: the launcher, over a pipe or over ssh. When they close, all its pro
     {"do": "ports", "count": 2}                 ->  {"ports": [41001, 41002]}
     {"do": "start", "rank": 0, "argv": […], …}  ->  {"rank": 0, "stream": 1, "text": "a line\n"} …
                                                     {"rank": 0, "ended": -9}   as in `subprocess`: minus a signal
-    {"do": "signal", "number": 10}                  to each process itself, not to what it has started
+    {"do": "signal", "rank": 0, "number": 10}       to the process itself, not to what it has started
     {"do": "end", "grace": 5}                       SIGTERM to all, and SIGKILL after so many seconds
     {"do": "alive"}                             ->  {"alive": true}            (see --silence)
 """
@@ -99,8 +99,8 @@ class Agent:
             case "start":
                 self._start(command)
             case "signal":
-                for child in self._children.values():
-                    child.send_signal(command["number"], to_all=False)
+                if command["rank"] in self._children:
+                    self._children[command["rank"]].send_signal(command["number"], to_all=False)
             case "end":
                 self._end(command["grace"])
             case "alive":

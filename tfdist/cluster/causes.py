@@ -63,7 +63,16 @@ def cause_of(error: BaseException) -> str:
         return python.group(1)
     telling = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
     first = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*|^\(\d+\) [A-Z_]+: ", "", telling[0]) if telling else ""
-    return f"{type(error).__name__}: {first}".rstrip(": ")
+    return f"{type(error).__name__}: {first}".rstrip(": ") + (_NO_MEMORY if _out_of_memory(error) else "")
+
+
+_NO_MEMORY = ". This process has run out of memory: take a smaller global_batch_size, or more processes"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # Of TensorFlow's errors of this name, others are about a message or a queue that is too large.
+    tensorflow = _of_tensorflow(error) and type(error).__name__ == "ResourceExhaustedError"
+    return isinstance(error, MemoryError) or (tensorflow and "OOM" in str(error))
 
 
 _PYTHON_ERROR = re.compile(

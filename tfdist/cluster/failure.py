@@ -55,10 +55,12 @@ def ends_the_job(channel: Channel, where: Callable[[], str]) -> Iterator[None]:
 
 
 def _after(channel: Channel, line: str) -> int:
-    """The process that failed first ends this one, after it has told why; if not, this one tells what it knows."""
+    """The process that failed first ends this one, after it has told why; else this one tells what it knows."""
     if watchdog.told_cause(channel, _AFTERMATH_SECONDS) is not None:
         time.sleep(_LONG)
-    print(f"tfdist: secondary: {line}", file=sys.stderr, flush=True)
+    verdict = watchdog.first_cause(channel, PeerLost.exit_code, line)
+    known = verdict is not None and (verdict.kind, verdict.rank) == ("failed", channel.rank)
+    print(f"tfdist: {'' if known else 'secondary: '}{line}", file=sys.stderr, flush=True)
     return PeerLost.exit_code
 
 

@@ -272,7 +272,10 @@ class Job:
         self._signalled = number
         self._output.tell(f"{number.name} received: the processes have {self._launch.grace:g} s to save and leave.")
         self._watch.leave(number, time.monotonic())
-        self._tell_all(do="signal", number=signal.SIGUSR1)
+        # A chief saves what servers hold, and sends them and the workers away: until then they are needed.
+        for rank in [0] if self._launch.servers else list(self._started):
+            if rank in self._started:
+                self._links[self._started[rank]].send(do="signal", rank=rank, number=signal.SIGUSR1)
 
     def _mark(self, rank: int, line: bytes) -> tuple[str, bytes]:
         if self._launch.mpi is not None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from tfdist.config import CheckCommand
+from tfdist.commands import CheckCommand
 from tfdist.errors import EnvironmentProblem, UsageError, closest
 from tfdist.evidence.cases import CASES
 from tfdist.evidence.judge import Verdict, judge, plan

@@ -12,7 +12,7 @@ from tfdist import private_tf
 from tfdist.as_one.opening import act_as_one, opened_as_one
 from tfdist.cluster.channel import Alone, Channel
 from tfdist.cluster.devices import take_devices
-from tfdist.cluster.ending import end_together
+from tfdist.cluster.ending import end_on_sigterm, end_together
 from tfdist.cluster.identity import TfConfig
 from tfdist.cluster.ports import hold_port, meet, past_proxies, require_free, require_reachable
 from tfdist.cluster.variables import agree_on_variable, variable_path
@@ -21,6 +21,9 @@ from tfdist.strategies.creating import creating
 from tfdist.strategies.table import Place
 
 __all__ = ["MultiWorkerMirrored", "open_multi_worker"]
+
+_PATIENCE_SECONDS = 20.0
+"""How long TensorFlow itself lets a process be silent. In `Trainer.fit` the heartbeat notices before."""
 
 _Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
@@ -132,12 +135,14 @@ def open_multi_worker(place: Place) -> MultiWorkerMirrored:
                 num_accelerators={"GPU": gpus} if gpus else {},
             )
         until_open.enter_context(private_tf.local_cpu_devices(len(devices) if not gpus else 1))
+        until_open.enter_context(private_tf.patient_coordination(_PATIENCE_SECONDS))
         try:
             strategy = MultiWorkerMirrored(resolver, channel, collectives=options.collectives)
         except RuntimeError as error:
             if "program startup" in str(error):
                 raise _too_late() from None
             raise
+    end_on_sigterm()
     end_together(channel)
     return strategy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from tfdist.config import Settings
 from tfdist.errors import CheckpointProblem, UsageError
 from tfdist.strategies.session import Session
 from tfdist.training.broadcast import from_chief
+from tfdist.training.saving import AVERAGES
 
 __all__ = [
-    "AVERAGES",
     "BEST",
     "Resumed",
     "choose",
@@ -31,8 +31,8 @@ __all__ = [
     "restore_weights",
 ]
 
-AVERAGES, BEST = "averages/", "best/"
-"""What the names of averages begin with, and those of arrays that hold the best evaluation's values."""
+BEST = "best/"
+"""What the names of arrays begin with that hold the best evaluation's values."""
 
 _NAMES = "names"
 
@@ -237,20 +237,26 @@ def matched(
     Raises:
         UsageError: they do not fit together.
     """
-    problems = compare(want, have)
-    if not problems:
-        return {name: name for name in want}
     ordered = names if names is not None and set(names) == set(have) else list(have)
-    pairs = list(zip(want, ordered, strict=False))
-    alike = len(want) == len(ordered) and all(unnumbered(a) == unnumbered(b) and want[a] == have[b] for a, b in pairs)
-    if alike:
-        return dict(pairs)
-    raise UsageError(
-        f"the checkpoint {path} does not fit the model:\n  "
-        + "\n  ".join(problems)
-        + "\nUse the model that it was made "
-        "with, or another checkpoint_dir."
-    )
+    places = {name: name for name in want}
+    if set(want) != set(have):
+        there = dict(zip(_unnumbered(ordered), ordered, strict=True))
+        places = {name: there.get(key, name) for name, key in zip(want, _unnumbered(want), strict=True)}
+    problems = compare({places[name]: info for name, info in want.items()}, have)
+    if problems:
+        raise UsageError(
+            f"the checkpoint {path} does not fit the model:\n  "
+            + "\n  ".join(problems)
+            + "\nUse the model that it was "
+            "made with, or another checkpoint_dir."
+        )
+    return places
+
+
+def _unnumbered(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Names without Keras's numbers, each with how many such came before it."""
+    plain = [unnumbered(name) for name in names]
+    return [(name, plain[:i].count(name)) for i, name in enumerate(plain)]
 
 
 def _values(

@@ -13,7 +13,10 @@ import numpy as np
 from tfdist.checkpoints.store import Store
 from tfdist.errors import CheckpointProblem, TfdistError
 
-__all__ = ["Saver", "named"]
+__all__ = ["AVERAGES", "Saver", "named"]
+
+AVERAGES = "averages/"
+"""What the names of averages of weights begin with."""
 
 
 class Saver:
