@@ -15,6 +15,7 @@ LONGEST = [
     "hosts/test_hosts.py",
     "contract/test_strategy_jobs.py",
     "contract/test_launch_command.py",
+    "faults/test_chaos.py",
     "hosts/test_slurm.py",
 ]
 """pytest-xdist gives files to its workers in this order, so that both are done at about the same time."""

@@ -121,7 +121,7 @@ class ChaosCommand:
     """As of tfdist train."""
     task_args: tuple[str, ...] = ()
     """Fields of the task to set, as name=value."""
-    steps: int = 300
+    steps: int = 500
     """Training steps of each job: enough for a few saves after each of three faults."""
     save_every: int = 20
     """Steps between two saves."""

@@ -139,6 +139,8 @@ class Run:
         finally:
             self._job.close()
             self._tell_last()
+            for fault in self.injected:
+                self._account(fault)
             self.outcome.seconds = round(time.monotonic() - self._began, 3)
 
     def _launch(self) -> None:
@@ -177,8 +179,11 @@ class Run:
             self._training_at, self._saved_before = at, self._visible
             if last is not None and waits and not self._replaces(last):
                 last.training_after = round(at - self._began - last.seconds, 3)
-        elif (resumed := _RESUMED.search(line)) and last is not None and last.training_after is not None:
-            last.resumed_from = int(resumed[1])
+        elif resumed := _RESUMED.search(line):
+            for fault in reversed(self.injected):
+                if fault.resumed_from is not None or self._replaces(fault):
+                    break
+                fault.resumed_from = int(resumed[1])  # also of those that were followed by another at start-up
 
     def _account(self, fault: Injected) -> None:
         """How many steps a fault has cost, and whether these were too many."""
@@ -221,13 +226,14 @@ class Run:
         now = time.monotonic()
         if fault.phase == "start-up":
             return now - self._start_began >= fault.moment * self._setup.start_seconds
-        if self._training_at is None or (fault.kind == "stop" and now - self._training_at < 1.0):
+        if self._training_at is None:
             return False
         if fault.phase == "first steps":
-            return now - self._training_at >= fault.moment
-        if self._new_saves < fault.saves:
+            return now - self._training_at >= 0.3 * fault.moment
+        late = self._visible >= self._setup.steps // 2
+        if self._new_saves < fault.saves and not late:
             return False
-        if fault.phase == "during a save":
+        if fault.phase == "during a save" and not late:
             if self._under_way is None:
                 return False
             time.sleep(0.01 * fault.moment)
@@ -297,6 +303,5 @@ class Run:
 
     def _tell_last(self) -> None:
         if self._untold is not None:
-            self._account(self._untold)
             self._tell(self._untold)
             self._untold = None
