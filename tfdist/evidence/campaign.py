@@ -14,8 +14,8 @@ from typing import Any
 from tfdist.checkpoints.checkpoint import find
 from tfdist.commands import ChaosCommand
 from tfdist.errors import EnvironmentProblem, TfdistError
-from tfdist.evidence.chaos_run import Injected, Outcome, Run, Setup
-from tfdist.evidence.faults import draw
+from tfdist.evidence.chaos_run import Outcome, Run, Setup
+from tfdist.evidence.faults import Injected, draw
 from tfdist.evidence.launched import Launched
 from tfdist.strategies.table import BACKENDS
 

@@ -21,8 +21,7 @@ from rich.table import Table
 from tfdist.commands import ChaosCommand
 from tfdist.errors import EnvironmentProblem
 from tfdist.evidence.campaign import Campaign
-from tfdist.evidence.chaos_run import Injected
-from tfdist.evidence.faults import KINDS
+from tfdist.evidence.faults import KINDS, Injected
 from tfdist.evidence.runs import missing
 from tfdist.training.report import versions
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.checkpoints.checkpoint import all_in, step_of
-from tfdist.evidence.faults import KINDS, Fault
+from tfdist.evidence.faults import KINDS, Fault, Injected
 from tfdist.evidence.launched import Launched
 from tfdist.evidence.marked import Process
 
-__all__ = ["Injected", "Lost", "Outcome", "Run", "Setup"]
+__all__ = ["Lost", "Outcome", "Run", "Setup"]
 
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.5
@@ -39,32 +39,6 @@ class Setup:
     start_seconds: float
     """How long a start took without faults, until training began."""
     timeout: float
-
-
-@dataclasses.dataclass
-class Injected:
-    """A fault, and what followed. Seconds count from it."""
-
-    kind: str
-    run: int
-    rank: int | None
-    """Of the victim; None where it was no rank, or all."""
-    role: str
-    phase: str
-    """What the job was doing: start-up, first steps, during a save, between saves, or ending."""
-    step: int
-    """Steps done by then, as a process told it; else (see step_told) those of the newest save that had begun."""
-    step_told: bool = False
-    saved: int = 0
-    """The newest checkpoint that was visible."""
-    seconds: float = 0.0
-    """Since the start of the run."""
-    ended_after: float | None = None
-    """Until all others of the job had ended; where workers are replaced, until the loss was noticed."""
-    training_after: float | None = None
-    """Until training went on; None where the job was done by then, or the next fault came before."""
-    resumed_from: int | None = None
-    steps_lost: int | None = None
 
 
 class Lost(Exception):

@@ -1,4 +1,4 @@
-"""The faults that `tfdist chaos` injects, and the drawing of them: what, to whom, and when. Knows no processes."""
+"""The faults that `tfdist chaos` injects: what, to whom, when, and what followed. Knows no processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["KINDS", "Fault", "Kind", "Phase", "draw"]
+__all__ = ["KINDS", "Fault", "Injected", "Kind", "Phase", "draw"]
 
 Phase = Literal["start-up", "first steps", "during a save", "between saves"]
 
@@ -54,6 +54,32 @@ class Fault:
     """Where in its phase, from 0 to 1."""
     victim: float
     """Which of the ranks, from 0 to 1."""
+
+
+@dataclasses.dataclass
+class Injected:
+    """A fault, and what followed. Seconds count from it."""
+
+    kind: str
+    run: int
+    rank: int | None
+    """Of the victim; None where it was no rank, or all."""
+    role: str
+    phase: str
+    """What the job was doing: start-up, first steps, during a save, between saves, or ending."""
+    step: int
+    """Steps done by then, as a process told it; else (see step_told) those of the newest save that had begun."""
+    step_told: bool = False
+    saved: int = 0
+    """The newest checkpoint that was visible."""
+    seconds: float = 0.0
+    """Since the start of the run."""
+    ended_after: float | None = None
+    """Until all others of the job had ended; where workers are replaced, until the loss was noticed."""
+    training_after: float | None = None
+    """Until training went on; None where the job was done by then, or the next fault came before."""
+    resumed_from: int | None = None
+    steps_lost: int | None = None
 
 
 def draw(count: int, kinds: Sequence[str], seed: int) -> list[Fault]:

@@ -7,6 +7,7 @@ A fault comes once per job, at a random moment after the first save. The verdict
 - passes: the job ended with 0 within its restarts, with the bits of the same system's job without faults
 - other bits: it ended with 0, and the weights are others
 - fails safe: it ended with an error; all of its processes had ended by themselves
+- ignores it: training went on to its end as if nothing had been asked
 - hangs: `LIMIT` seconds after the fault some processes were still there
 """
 
@@ -157,11 +158,12 @@ class Job:
                 self.trial.verdict = "fails safe" if not self._job.left(10.0) else "leaves processes"
                 return None
             result = facts(self.trial.system, self._folder)
-            self.trial.verdict = "passes" if right in (None, result) else "other bits"
+            ignored = "SIGTERM" in self.trial.fault and self._trains == 1
+            self.trial.verdict = "ignores it" if ignored else "passes" if right in (None, result) else "other bits"
             return result
         finally:
             self._job.close()
-            if self.trial.verdict not in ("passes", ""):
+            if self.trial.verdict not in ("passes", "ignores it", ""):
                 lines = (self._folder / "output.txt").read_text(errors="replace").splitlines()
                 self.trial.last_words = "\n".join(line.partition(" ")[2][:300] for line in lines[-6:])
 
