@@ -146,6 +146,8 @@ class Run:
             self._seen_saves.clear()
         elif replaced := _REPLACED.search(line):
             self._noticed.add(int(replaced[1]))
+        elif resumed := _RESUMED.search(line):
+            self._went_on(int(resumed[1]))
         elif self._ignores:
             return
         elif _TRAINS.search(line):
@@ -153,11 +155,14 @@ class Run:
             self._training_at, self._saved_before = at, self._visible
             if last is not None and waits and not self._replaces(last):
                 last.training_after = round(at - self._began - last.seconds, 3)
-        elif resumed := _RESUMED.search(line):
-            for fault in reversed(self.injected):
-                if fault.resumed_from is not None or self._replaces(fault):
-                    break
-                fault.resumed_from = int(resumed[1])  # also of those that were followed by another at start-up
+
+    def _went_on(self, step: int) -> None:
+        """A start has gone on from a step: the one after the last fault, and after those that came while it began."""
+        # Of a start that a fault has just ended, the line is about the faults before.
+        for fault in reversed(self.injected[:-1] if self._ignores else self.injected):
+            if fault.resumed_from is not None or self._replaces(fault):
+                break
+            fault.resumed_from = step
 
     def _account(self, fault: Injected) -> None:
         """How many steps a fault has cost, and whether these were too many."""
