@@ -29,10 +29,10 @@ train: setup  ## Train the digits model on four processes with Horovod
 test: setup  ## Run the tests (about ten minutes on two cores)
 	@bash scripts/test_tools.sh
 	$(root_note)
-	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(full) $(PYTEST_ARGS)
 
-test-full:  ## Run them on more backends, numbers of replicas and variants (about half an hour)
-	@$(MAKE) --no-print-directory test PYTEST_ARGS="--full $(PYTEST_ARGS)"
+test-full: full := --full
+test-full: test  ## Run them on more backends, numbers of replicas and variants (about half an hour)
 
 test-faults: setup  ## Run the long campaigns of faults (about two hours on two cores)
 	$(root_note)

@@ -12,6 +12,8 @@ LONGEST = [
     "contract/test_right_values.py",
     "contract/test_strategy_contract.py",
     "contract/test_command.py",
+    "contract/test_faults.py",
+    "contract/test_resume.py",
     "hosts/test_hosts.py",
     "contract/test_strategy_jobs.py",
     "contract/test_launch_command.py",

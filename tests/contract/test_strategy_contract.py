@@ -59,7 +59,7 @@ CLOSE = {
 }
 KERAS = ["guide", "fit", "fit_shuffled", "fit_options", "layers", "metrics", "gan", "callbacks", "schedule"]
 """Programs with Keras whose values on multi_worker_mirrored are compared with those on MirroredStrategy."""
-ON_MULTI_WORKER = ["guide", "fit", "fit_shuffled", "metrics", "gan", "callbacks"]
+ON_MULTI_WORKER = ["guide", "fit", "fit_shuffled", "metrics", "gan"]
 """Those of them that run without `--full`."""
 MEASURES = ["datasets", "file_datasets", "dataset_functions", "variables", "run", "merge_call"]
 """Checks with values in which multi_worker_mirrored is the measure: see AS_MULTI_WORKER."""

@@ -149,6 +149,17 @@ def test_a_link_that_is_cut_for_a_moment_does_no_harm(tmp_path: Path) -> None:
         assert job.finish(timeout=LIMIT).check().output.count("done") == 2
 
 
+def test_training_goes_on_after_a_cut_of_four_seconds() -> None:
+    slow = ["--task", f"{TOY}:Slow", "--task-args", "seconds=0.1", "--steps-per-chunk", 2, "--steps", 60]
+    with lab(2) as hosts:
+        job = hosts.start_mpi(hosts.hosts, TRAIN, "--backend", "multi_worker_mirrored", *slow)
+        job.wait_for("epoch 1/", timeout=100)
+        hosts.cut("node1")
+        time.sleep(4)
+        hosts.mend("node1")
+        assert "done: 60 steps" in job.finish(timeout=60).check().output
+
+
 @pytest.mark.xfail(strict=True, reason="mpirun of Open MPI 5.0 ends with 0 when it loses a host")
 def test_mpirun_ends_with_an_error_when_it_loses_a_host(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

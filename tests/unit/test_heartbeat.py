@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from tfdist.cluster import heartbeat
+from tfdist.cluster import greeting, heartbeat
 from tfdist.cluster.channel import Alone
-from tfdist.cluster.heartbeat import BEAT, FAILED, GOODBYE, VERDICT, Message, Star, connect, greeted, listen
+from tfdist.cluster.greeting import connect, greeted, listen
+from tfdist.cluster.heartbeat import BEAT, FAILED, GOODBYE, VERDICT, Message, Star
 from tfdist.cluster.places import Place
 
 TOKEN = bytes(range(32))
@@ -131,7 +132,7 @@ class TestStrangers:
                     connection.close()
 
     def test_slow_ones_are_dropped_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(heartbeat, "_GREETING_SECONDS", 0.5)
+        monkeypatch.setattr(greeting, "_GREETING_SECONDS", 0.5)
         with (
             listener(2) as (listening, place),
             socket.create_connection(place) as slow,

@@ -133,6 +133,15 @@ class TestStandstill:
         all_beat(judge, 1.0, waiting, place(17, 70, seconds=3), waiting)
         assert after_look(judge, 1.0) is None
 
+    def test_one_that_says_nothing_is_silent_and_does_not_stand_still(self) -> None:
+        judge = Judge(0, HOSTS[:2], 0.0, silence=5, stall=5)
+        judge.beat(1, place(17, 70, seconds=0.4), 1.0)
+        for now in (5.5, 6.1):
+            judge.beat(0, place(17, 71, COLLECTIVE, seconds=now - 1), now)
+            judge.look(now)
+        assert judge.verdict is not None
+        assert judge.verdict.kind == "silent"
+
     def test_where_none_is_behind_none_is_named(self) -> None:
         judge = Judge(0, HOSTS, 0.0, stall=10)
         all_beat(judge, 1.0, *[place(17, 71, COLLECTIVE, seconds=11)] * 3)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from tfdist.cluster.channel import Channel
 
-__all__ = ["PATIENCE_SECONDS", "end_together"]
+__all__ = ["PATIENCE_SECONDS", "end_on_sigterm", "end_together"]
 
 PATIENCE_SECONDS = 5.0
 """How long a process that is done waits for the others before it leaves, which fails their collectives with it."""
@@ -62,3 +64,14 @@ def end_together(channel: Channel) -> Callable[[float], None]:
 
     sys.excepthook = end_the_job
     return wait
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process again, where TensorFlow has taken it for a notice of preemption that nobody reads.
+
+    Call it after a backend has started TensorFlow's coordination service. A handler of the program's own stays.
+    """
+    # Python does not see the handler of another language, and says that there is none.
+    ours = threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import secrets
 import selectors
 import socket
@@ -18,20 +17,16 @@ import time
 from collections.abc import Iterable
 
 from tfdist.cluster.channel import Channel
+from tfdist.cluster.greeting import TOKEN_BYTES, connect, greeted, listen
 from tfdist.cluster.places import Place
 from tfdist.cluster.ports import own_address
 
-__all__ = ["BEAT", "FAILED", "GOODBYE", "VERDICT", "Message", "Star", "connect", "listen", "open_star"]
+__all__ = ["BEAT", "FAILED", "GOODBYE", "VERDICT", "Message", "Star", "open_star"]
 
 MEET_SECONDS = 20.0
 """How long the processes try to reach rank 0, after which the job goes on without a heartbeat."""
 
-_GREETING_SECONDS = 2.0
 _LEAVE_SECONDS = 1.0
-_STRANGERS = 64  # connections that may be about to greet at a time, beside those of the job
-_TOKEN_BYTES = 32  # half of it is brought, the other half is the answer
-_HALF = _TOKEN_BYTES // 2
-_GREETING = struct.Struct(f">{_HALF}sI")
 _MESSAGE = struct.Struct(">BBiiqqd48s400s")
 _MOST_WAITING = 16 * _MESSAGE.size  # bytes that a peer has not taken; no more beats are added to them
 _GONE_SECONDS = 25
@@ -181,7 +176,7 @@ def open_star(channel: Channel, hosts: list[str]) -> tuple[Star | None, str]:
         hosts: of all ranks; with one host, rank 0 listens on its loopback address.
     """
     one_host = len(set(hosts)) == 1
-    listener, token, told = None, secrets.token_bytes(_TOKEN_BYTES), ["", 0, ""]
+    listener, token, told = None, secrets.token_bytes(TOKEN_BYTES), ["", 0, ""]
     reason = ""
     with contextlib.ExitStack() as stack:
         if channel.rank == 0:
@@ -211,111 +206,6 @@ def open_star(channel: Channel, hosts: list[str]) -> tuple[Star | None, str]:
             connection.close()
         return None, reasons[0]
     return Star(connections), ""
-
-
-def listen(address: str, size: int) -> socket.socket:
-    """At a port of its own choice. Raises OSError."""
-    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family, backlog=size + 16)
-
-
-def connect(place: tuple[str, int], token: bytes, rank: int, seconds: float) -> socket.socket:
-    """To rank 0. Raises OSError where it is not there in time, or someone else is."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return _greet(place, token, rank)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
-def greeted(listener: socket.socket, token: bytes, size: int, seconds: float) -> dict[int, socket.socket]:
-    """The connections of the ranks from 1 on, as far as they have come in time. All others are dropped."""
-    connections: dict[int, socket.socket] = {}
-    strangers: dict[socket.socket, tuple[float, bytearray]] = {}
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-
-        def drop(stranger: socket.socket) -> None:
-            selector.unregister(stranger)
-            del strangers[stranger]
-            stranger.close()
-
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        while len(connections) < size - 1 and time.monotonic() < deadline:
-            for key, _ in selector.select(0.1):
-                if key.fileobj is listener:
-                    with contextlib.suppress(OSError):  # no more of them
-                        while True:
-                            new, _ = listener.accept()
-                            new.setblocking(False)
-                            strangers[new] = time.monotonic() + _GREETING_SECONDS, bytearray()
-                            selector.register(new, selectors.EVENT_READ)
-                            if len(strangers) > size + _STRANGERS:
-                                drop(next(iter(strangers)))
-                    continue
-                stranger = key.fileobj
-                assert isinstance(stranger, socket.socket)
-                if stranger not in strangers:  # dropped just now
-                    continue
-                rank = _rank_of(stranger, strangers[stranger][1], token, size, connections)
-                if rank is None:
-                    continue
-                if rank:
-                    selector.unregister(stranger)
-                    del strangers[stranger]
-                    connections[rank] = stranger
-                else:
-                    drop(stranger)
-            for stranger in [s for s, (until, _) in strangers.items() if time.monotonic() > until]:
-                drop(stranger)
-        for stranger in list(strangers):
-            drop(stranger)
-    return connections
-
-
-def _rank_of(
-    stranger: socket.socket, said: bytearray, token: bytes, size: int, known: dict[int, socket.socket]
-) -> int | None:
-    """Which rank this is; None: not known yet; 0: none of ours."""
-    try:
-        part = stranger.recv(_GREETING.size - len(said))
-        if not part:
-            return 0
-        said += part
-        if len(said) < _GREETING.size:
-            return None
-        brought, rank = _GREETING.unpack(bytes(said))
-        if not hmac.compare_digest(brought, token[:_HALF]) or not 0 < rank < size or rank in known:
-            return 0
-        stranger.sendall(token[_HALF:])
-        return int(rank)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return 0
-
-
-def _greet(place: tuple[str, int], token: bytes, rank: int) -> socket.socket:
-    connection = socket.create_connection(place, timeout=_GREETING_SECONDS)
-    try:
-        connection.sendall(_GREETING.pack(token[:_HALF], rank))
-        answer, until = b"", time.monotonic() + _GREETING_SECONDS
-        while len(answer) < _HALF:
-            connection.settimeout(max(1e-3, until - time.monotonic()))
-            part = connection.recv(_HALF - len(answer))
-            if not part:
-                raise ConnectionError("the connection was closed")
-            answer += part
-        if not hmac.compare_digest(answer, token[_HALF:]):
-            raise ConnectionError("another program answers there")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _settle(connection: socket.socket) -> None:

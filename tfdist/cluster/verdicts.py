@@ -14,6 +14,8 @@ __all__ = ["SILENCE_SECONDS", "Judge", "Kind", "Verdict"]
 SILENCE_SECONDS = 15.0
 """How long a process may say nothing. A pause, or a cut of the network, of a few seconds must not end a job."""
 
+_FRESH_SECONDS = 2.0  # of a word about its own place; of one that has said nothing since, silence decides
+
 Kind = Literal["failed", "lost", "silent", "stalled", "abandoned"]
 
 
@@ -99,7 +101,8 @@ class Judge:
         places = self.places(now)
         if self._stall and places:
             last = behind(places)
-            if all(places[rank].begun and places[rank].seconds > self._stall for rank in last):
+            fresh = all(now - self._heard.get(rank, now) < _FRESH_SECONDS for rank in last)
+            if fresh and all(places[rank].begun and places[rank].seconds > self._stall for rank in last):
                 self._decide("stalled", last, Stalled.exit_code, self._standstill(last, places[last[0]]))
 
     def places(self, now: float) -> dict[int, Place]:

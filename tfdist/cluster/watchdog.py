@@ -9,11 +9,9 @@ else the first that misses rank 0. The thread reads no wall clock and waits for 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster.channel import Channel
+from tfdist.cluster.exits import leave, limit, say, write_stacks
 from tfdist.cluster.heartbeat import BEAT, FAILED, GOODBYE, VERDICT, Message, Star, open_star
 from tfdist.cluster.identity import Identity
 from tfdist.cluster.places import Place, Seen, table
@@ -163,7 +162,7 @@ class Watchdog:
             self._watch()
         except Exception as error:  # a watchdog that fails must not do so unseen
             if not self._stop.is_set():
-                print(f"tfdist: the watchdog of rank {self._rank} has failed: {error!r}", file=sys.stderr, flush=True)
+                say(f"tfdist: the watchdog of rank {self._rank} has failed: {error!r}")
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -236,7 +235,7 @@ class Watchdog:
 
     def _conclude(self, verdict: Verdict) -> None:
         """This process has found the first cause itself: tell it, and end."""
-        _limit(_FAILED_SECONDS + 4, verdict.code)  # printing may hang
+        limit(_FAILED_SECONDS + 4, verdict.code)  # printing may hang
         places = self._judge.places(time.monotonic())
         if self._star is not None:
             # Where rank 0 has only lost its way to this process, it need not look for a cause.
@@ -250,22 +249,22 @@ class Watchdog:
         message = verdict.message
         if verdict.kind in ("silent", "stalled"):
             ranks = [self._rank] if self._place_in_job or self._star is None else range(len(self._hosts))
-            message += f" Python stacks: {self._write_stacks(ranks)}"
+            message += f" Python stacks: {write_stacks(self._folder, self._rank, ranks)}"
             if len(places) > 1:
-                _print(table(places, self._hosts))
-        _print(f"tfdist: {message}")
+                say(table(places, self._hosts))
+        say(f"tfdist: {message}")
         time.sleep(_PRINT_SECONDS)
         self._end(verdict.code)
 
     def _obey(self, verdict: Verdict) -> None:
         """Rank 0 has told the first cause: end without a word."""
-        _limit(_FAILED_SECONDS + 4, verdict.code)
+        limit(_FAILED_SECONDS + 4, verdict.code)
         self._tell_main_thread(verdict)
         if verdict.kind == "failed":
             self._wait_for_the_failed(verdict)
             return
         if verdict.kind in ("silent", "stalled"):
-            self._write_stacks([self._rank])
+            write_stacks(self._folder, self._rank, [self._rank])
         time.sleep(_QUIET_SECONDS)
         self._end(verdict.code)
 
@@ -286,57 +285,21 @@ class Watchdog:
         self._judge.abandoned(self._rank)
         verdict = self._judge.verdict
         assert verdict is not None
-        _limit(_ABORT_SECONDS, verdict.code)
+        limit(_ABORT_SECONDS, verdict.code)
         if self._place_in_job == 0:
-            _print(f"tfdist: {verdict.message}")
+            say(f"tfdist: {verdict.message}")
         if self._star is not None:
             self._star.leave(_message_of(verdict, VERDICT if self._rank == 0 else FAILED))
-        _exit(verdict.code)
-
-    def _write_stacks(self, ranks: range | list[int]) -> str:
-        """Write this process's; returns the names of all of them."""
-
-        def name(rank: int) -> str:
-            return f"tfdist-stall-rank-{rank}.txt"
-
-        folder = self._folder if self._folder.is_dir() else Path()
-        try:
-            with (folder / name(self._rank)).open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            return f"could not be written to {folder.absolute()} ({error.strerror})."
-        return f"{', '.join(map(name, ranks))} in {folder.absolute()}"
+        leave(verdict.code)
 
     def _end(self, code: int) -> None:
         """End this process, and through its launcher the job, whatever state the others are in."""
-        _limit(_ABORT_SECONDS, code)
+        limit(_ABORT_SECONDS, code)
         with contextlib.suppress(Exception):
             self._channel.abort(code)
-        _exit(code)
+        leave(code)
 
 
 def _message_of(verdict: Verdict, kind: int) -> Message:
     """The kind of the verdict travels where a place has its phase."""
     return Message(kind, Place(phase=verdict.kind), verdict.rank, verdict.code, verdict.message)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _limit(seconds: float, code: int) -> None:
-    """End this process after so many seconds, if nothing else has."""
-
-    def end() -> None:
-        time.sleep(seconds)
-        os._exit(code)
-
-    threading.Thread(target=end, name="tfdist end", daemon=True).start()
-
-
-def _exit(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)

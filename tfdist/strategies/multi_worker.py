@@ -12,7 +12,7 @@ from tfdist import private_tf
 from tfdist.as_one.opening import act_as_one, opened_as_one
 from tfdist.cluster.channel import Alone, Channel
 from tfdist.cluster.devices import take_devices
-from tfdist.cluster.ending import end_together
+from tfdist.cluster.ending import end_on_sigterm, end_together
 from tfdist.cluster.identity import TfConfig
 from tfdist.cluster.ports import hold_port, meet, past_proxies, require_free, require_reachable
 from tfdist.cluster.variables import agree_on_variable, variable_path
@@ -142,6 +142,7 @@ def open_multi_worker(place: Place) -> MultiWorkerMirrored:
             if "program startup" in str(error):
                 raise _too_late() from None
             raise
+    end_on_sigterm()
     end_together(channel)
     return strategy
 

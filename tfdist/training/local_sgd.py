@@ -78,7 +78,7 @@ class LocalSgdLoop(TrainingLoop):
             times = tf.concat([result.times, [now]], 0)
             return j + 1, ~result.halt, seen + applied * weights, own.write(j, entry), clocks.write(j, times)
 
-        length = self._step.local.layout.length + 3 + parts + 3
+        length = self._step.local.layout.length + ADDED + parts + 3
         own = tf.TensorArray(tf.float32, size=n, element_shape=[length])
         clocks = tf.TensorArray(tf.float64, size=n, element_shape=[CLOCKS])
         start = (tf.constant(0), tf.constant(True), tf.zeros([parts + 1]), own, clocks)

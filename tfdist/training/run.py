@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from tfdist.cluster.runtime import terminal_width
 from tfdist.errors import Interrupted, Preempted, TfdistError, UsageError
 from tfdist.training import report as reporting
 from tfdist.training.actions import Action
-from tfdist.training.building import digest, source_digest
+from tfdist.training.building import digest
 from tfdist.training.built import Built, whole
 from tfdist.training.chunk import columns, width
 from tfdist.training.console import Console, Plan, numbers, open_console
@@ -36,15 +35,15 @@ from tfdist.training.course import Course
 from tfdist.training.data import Examples
 from tfdist.training.drift import require_equal
 from tfdist.training.evaluations import Evaluations
+from tfdist.training.facts import description, kept_variables, require_same_plan
 from tfdist.training.learning_rate import schedule
 from tfdist.training.leaving import Leaving, Why
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import TrainingLoop
 from tfdist.training.phases import SAVING, Phases
-from tfdist.training.replica import ONLY
 from tfdist.training.report import Report
 from tfdist.training.resuming import Resumed, choose, require_same_course, restore
-from tfdist.training.saving import AVERAGES, Saver, named
+from tfdist.training.saving import AVERAGES, Saver
 from tfdist.training.slowness import slow_ranks
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions, less_is_better
@@ -172,8 +171,8 @@ class Run:
             self._evaluations.prepare(split)
         self._decisions = Decisions(settings, self._session.channel, tuple(task.evaluation_splits()))
         self._decisions.check({split: loop.nothing for split, (loop, _) in self._evaluations.loops.items()})
-        self._compare(plan, train)
-        self._about = self._description(plan)
+        require_same_plan(built, plan, train, self._evaluations)
+        self._about = description(built, plan)
         if self._resumed is not None:
             require_same_course(self._resumed, self._about["course"], built.notice)
         return plan
@@ -242,52 +241,12 @@ class Run:
         kind = TrainingLoop if settings.sync_every is None else LocalSgdLoop
         return iterator, kind(strategy, self._step, iterator, accumulate=plan.accumulate, batches_per_epoch=batches)
 
-    def _description(self, plan: Plan) -> dict[str, Any]:
-        """What a checkpoint says of its run."""
-        overlap = self._session.asynchronous and (plan.examples or 0) % plan.global_batch_size > 0
-        cls = type(self._task)
-        about = {
-            "backend": plan.backend,
-            "replicas_in_sync": plan.replicas,
-            "task": {
-                "class": f"{cls.__module__}:{cls.__qualname__}",
-                "task": getattr(self._task, "loaded_from", None),
-            },
-            "course": {
-                "seed": self._settings.seed,
-                "shuffle_buffer": self._settings.shuffle_buffer,
-                "global_batch_size": plan.global_batch_size,
-                "accumulate": plan.accumulate,
-                "examples": plan.examples,
-                "batches": "going on over the end of an epoch" if overlap else "cut at the end of an epoch",
-                "settings": dataclasses.asdict(self._settings),
-            },
-        }
-        told: dict[str, Any] = json.loads(json.dumps(about))  # as it comes back
-        return told
-
-    def _compare(self, plan: Plan, train: Examples) -> None:
-        """Ranks that would take other steps, or other batches, must not start: they would wait for each other."""
-        splits = self._task.evaluation_splits()
-        facts = {
-            "the task": type(self._task).__name__,
-            "the number of training examples": plan.examples,
-            "the number of steps": plan.steps,
-            "the global batch size": plan.global_batch_size,
-            "the learning rate": self._built.learning_rate,
-            "the sizes of the evaluated splits": {s: self._evaluations.examples(s, count=True).size for s in splits},
-            "the metrics": {split: loop.metrics for split, (loop, _) in self._evaluations.loops.items()},
-            "the settings": dataclasses.asdict(self._settings),
-            "the code of the task": source_digest(type(self._task)),
-            "the structure of the training examples": str(train.dataset.element_spec),
-        }
-        for what, value in facts.items():
-            require_same(self._session.channel, f"comparing {what}", what, value)
-
     def _begin(self, plan: Plan, console: Console) -> Course:
         """The course, at its first step or where a checkpoint left it."""
         console.begin(plan)
-        variables = self._named()
+        plateau = [] if self._plateau is None else [self._plateau.factor]
+        own = [*self._step.own_variables, *plateau, *self._loop.variables]
+        variables = kept_variables(self._built, own)
         self._saver = Saver(self._store, variables)
         splits = self._task.evaluation_splits()
         course = Course(
@@ -316,20 +275,6 @@ class Run:
 
     def _evaluate(self, split: str) -> dict[str, float]:
         return self._evaluations.evaluate(split, f"after step {self.step}")
-
-    def _named(self) -> dict[str, Any]:
-        """All variables that the run must keep, by their names in a checkpoint."""
-        plateau = [] if self._plateau is None else [self._plateau.factor]
-        own = [*self._step.own_variables, *plateau, *self._loop.variables]
-        optimizers = [
-            ("optimizer" if name == ONLY else f"optimizer/{name}", [(v.path, v) for v in optimizer.variables])
-            for name, optimizer in self._built.optimizers.items()
-        ]
-        return {
-            **self._built.named_model(),
-            **self._built.named_averages(),
-            **named([*optimizers, ("trainer", [(v.name.partition(":")[0], v) for v in own])]),
-        }
 
     def _report(self, course: Course) -> Report:
         session, built = self._session, self._built
