@@ -40,7 +40,7 @@ while not done:
     while step < STEPS and all(rank.poll() is None for rank in ranks):
         if MODE == "fails" and starts == 1 and step == 100:
             break
-        time.sleep(0.002)
+        time.sleep(0.006)
         step += 1
         if step % EVERY == 0:
             (FOLDER / f"step-{step:09d}").mkdir(exist_ok=True)
