@@ -165,6 +165,19 @@ def test_weights_alone(tmp_path: Path) -> None:
         trainer(Resumable(width=7), init_from=tmp_path / "m.keras")
 
 
+def test_code_in_a_model_file_is_not_run(tmp_path: Path) -> None:
+    import keras
+
+    sign = tmp_path / "code was run"
+    layers = keras.layers
+    touch = layers.Lambda(eval(f"lambda x: (__import__('pathlib').Path({str(sign)!r}).touch(), x)[1]"))
+    keras.Sequential([keras.Input([4]), touch, layers.Dense(3)]).save(tmp_path / "m.keras")
+    sign.unlink(missing_ok=True)  # made when the file was
+    with pytest.raises(UsageError, match=r"m\.keras does not fit the model"):
+        trainer(task(), init_from=tmp_path / "m.keras")
+    assert not sign.exists()
+
+
 def test_exported_models_say_what_the_trainer_says(tmp_path: Path) -> None:
     import keras
 

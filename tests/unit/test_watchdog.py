@@ -42,7 +42,7 @@ CAUSE = r"rank {} of {} \(host [^)]*\) {}"
 def job(tmp_path: Path, program: str, processes: int = 2) -> list[Ended]:
     path = tmp_path / "program.py"
     path.write_text(START + program)
-    return run_tf_config(processes, path, tmp_path, timeout=30)
+    return run_tf_config(processes, path, tmp_path, timeout=90)
 
 
 def codes(jobs: list[Ended]) -> list[int]:
