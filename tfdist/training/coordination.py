@@ -34,6 +34,8 @@ from tfdist.training.step import TrainingStep
 
 __all__ = ["CoordinatedLoop", "Snapshot"]
 
+_SERVER = re.compile(r"/job:ps/replica:\d+/task:(\d+)")
+
 _STUCK_SECONDS = 60.0
 """How long a worker may say nothing while its host takes connections, or does not answer at all."""
 
@@ -180,12 +182,13 @@ class CoordinatedLoop:
         while True:
             with _naming():
                 self._wait(result)
-                entry, counts = result.fetch()
-            passed, done = (int(count) for count in counts)
-            if done:
-                return np.asarray(entry), passed
-            # A worker that had read on got this step of one that died: its pipeline begins anew.
-            self._iterator = self._pipelines()
+                told = _fetched(result)
+            if told is not None:
+                entry, (passed, done) = told
+                if done:
+                    return np.asarray(entry), int(passed)
+                # A worker that had read on got this step of one that died: its pipeline begins anew.
+                self._iterator = self._pipelines()
             result = self._schedule_one(number)
 
     def _wait(self, result: Any) -> None:
@@ -259,13 +262,23 @@ class Snapshot:
             copy.assign(source.numpy())
 
 
+def _fetched(result: Any) -> Any:
+    """What a worker has made of a step; None where it died before it was asked, so that the step must be done again."""
+    try:
+        return result.fetch()
+    except tf.errors.UnavailableError as error:
+        if _SERVER.search(str(error)):
+            raise
+        return None
+
+
 @contextlib.contextmanager
 def _naming() -> Iterator[None]:
     """TensorFlow's error over a parameter server that has gone, in our words."""
     try:
         yield
     except tf.errors.UnavailableError as error:
-        gone = re.search(r"/job:ps/replica:\d+/task:(\d+)", str(error))
+        gone = _SERVER.search(str(error))
         if gone is None:
             raise
         raise EnvironmentProblem(
