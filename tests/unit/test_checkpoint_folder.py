@@ -60,7 +60,7 @@ class TestOneJobAtATime:
             assert "open" in lines
             orphan = next((int(line) for line in lines if line.isdigit()), None)
             try:
-                with pytest.raises(UsageError) as caught:
+                with pytest.raises(CheckpointProblem) as caught:
                     open_store()
                 assert f"is in use by another job: process {holder.pid} on host {os.uname().nodename}" in str(
                     caught.value
@@ -75,7 +75,7 @@ class TestOneJobAtATime:
 
     def test_the_lock_of_a_closed_store_is_free(self, open_store: Any, tmp_path: Path) -> None:
         first = open_store()
-        with pytest.raises(UsageError, match=f"process {os.getpid()} on host"):
+        with pytest.raises(CheckpointProblem, match=f"process {os.getpid()} on host"):
             open_store()
         first.close()
         first.close()
@@ -88,14 +88,14 @@ class TestOneJobAtATime:
         open_store()
         for text in ("", "[]", '{"pid": "x"}', "\x00"):
             (tmp_path / ".lock").write_text(text)
-            with pytest.raises(UsageError, match=r"is in use by another job\. Give another folder"):
+            with pytest.raises(CheckpointProblem, match=r"is in use by another job\. Give another folder"):
                 open_store()
 
     def test_a_removed_lock_file_is_made_again(self, open_store: Any, tmp_path: Path) -> None:
         open_store().close()
         (tmp_path / ".lock").unlink()
         open_store()
-        with pytest.raises(UsageError, match="in use"):
+        with pytest.raises(CheckpointProblem, match="in use"):
             open_store()
 
     def test_what_killed_jobs_left_is_removed_and_nothing_else(self, open_store: Any, tmp_path: Path) -> None:

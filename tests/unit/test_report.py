@@ -45,6 +45,8 @@ def report(**changes: object) -> Report:
         "step_time_ms": StepTime(1.0, 2.0, 3.0),
         "examples_per_second": 10.0,
         "traces": {"train": 1},
+        "resumed_from": None,
+        "checkpoints": None,
         "ranks": [],
         "workers": None,
         "intra_op_threads": 1,

@@ -17,6 +17,9 @@ from tfdist.cluster.watch import INTERRUPTED, PREEMPTED, Outcome, Watch, failure
 
 __all__ = ["Job", "Launch", "stopped"]
 
+_LAST_WORDS_SECONDS = 3.0
+"""In which processes that miss a failed one end by themselves, and say what they know."""
+
 _GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL."""
 
@@ -143,9 +146,18 @@ class Job:
                 code = self._mpirun.aborted_with()
                 text = f"{self._mpirun.describe(MPIRUN, code)} mpirun did not end by itself."
                 raise _Over(Outcome(code, text, again=True))
+        if watch.outcome.code and not launch.mpi:  # mpirun has ended its processes by itself
+            self._hear_last_words()
         if self._mpirun.refuses_root:
             return dataclasses.replace(watch.outcome, again=False)
         return watch.outcome
+
+    def _hear_last_words(self) -> None:
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._started and time.monotonic() < deadline:
+            event = self._event(0.2)
+            if event and event.kind == "ended":
+                self._started.pop(event.value[0], None)
 
     def _argv(self) -> tuple[str, ...]:
         return (self._again and self._launch.argv_again) or self._launch.argv
