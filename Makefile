@@ -26,7 +26,7 @@ train: setup  ## Train the digits model on four processes with Horovod
 	$(root_note)
 	$(enter) mpirun -np 4 python scripts/train.py --backend horovod $(TRAIN_ARGS)
 
-test: setup  ## Run the tests (about ten minutes on two cores)
+test: setup  ## Run the tests (about twenty minutes on two cores)
 	@bash scripts/test_tools.sh
 	$(root_note)
 	$(enter) pytest -n 2 --dist loadfile --no-loadscope-reorder $(full) $(PYTEST_ARGS)
