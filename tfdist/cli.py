@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import sys
 import time
@@ -109,6 +110,9 @@ def _train(command: TrainCommand, identity: Identity) -> None:
         trainer.export(path)
     if command.report is not None and identity.is_chief:
         report.write(result, command.report)
+    # Input pipelines run on in the background. One that calls Python must be gone before the interpreter ends.
+    del trainer
+    gc.collect()
 
 
 def _if_chief(identity: Identity, check: Callable[[Path], None], path: Path) -> None:

@@ -171,6 +171,9 @@ class Settings:
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
         save_interval(self.save_every)
+        for name in ("checkpoint_dir", "resume", "init_from"):
+            if getattr(self, name) == "":
+                raise UsageError(f"{name}='' is no path. Give one, or leave it out; the current folder is '.'.")
         if 0 < self.stall_timeout < 2:
             raise UsageError(f"stall_timeout={self.stall_timeout!r} must be 2 seconds or more, or 0 for never.")
         self._no_contradictions()

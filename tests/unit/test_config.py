@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from tfdist.commands import CheckCommand, TrainCommand
-from tfdist.config import Settings
+from tfdist.config import Settings, save_interval
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import BACKENDS, Options
 
@@ -335,3 +335,19 @@ def test_the_documentation_of_backend_names_every_backend() -> None:
 def test_closest() -> None:
     assert closest("filtres", ["epochs", "filters"]) == " Did you mean 'filters'?"
     assert closest("q", ["epochs", "filters"]) == ""
+
+
+@pytest.mark.parametrize("name", ["checkpoint_dir", "resume", "init_from"])
+def test_an_empty_path_is_refused(name: str) -> None:
+    """As a variable of a job script gives it that nobody has set."""
+    with pytest.raises(UsageError, match=f"{name}='' is no path"):
+        Settings(**{name: ""})
+
+
+@pytest.mark.parametrize("value", ["0", "0s", "x", "-1", "1.5", "10 s", "", "5d"])
+def test_save_every_is_steps_or_a_time(value: str) -> None:
+    with pytest.raises(UsageError, match="must be a number of steps, as 100, or a time"):
+        Settings(checkpoint_dir="c", save_every=value)
+    assert save_interval("100") == (100, None)
+    assert [save_interval(text) for text in ("30s", "10m", "1h")] == [(None, 30.0), (None, 600.0), (None, 3600.0)]
+    assert save_interval(None) == (None, None)
