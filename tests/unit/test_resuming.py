@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,20 @@ from tests.resumable import Resumable, Twins
 from tests.unit.one_device import trainer
 from tfdist import TfdistError, UsageError
 from tfdist.checkpoints.checkpoint import all_in, find
-from tfdist.errors import CheckpointProblem
+from tfdist.errors import CheckpointProblem, Interrupted, Preempted
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 3, "warmup_from_zero": True},
     "float16": {"precision": "float16", "loss_scale": 2.0**17, "loss_scale_growth": 3, "clip_global_norm": 1.0},
-    "decisions": {"plateau_patience": 1, "plateau_factor": 0.5, "patience": 3, "restore_best": True, "epochs": 6},
+    # Only the first evaluation counts as better: the rate falls after epoch 3, and the run ends after epoch 4.
+    "decisions": {
+        "plateau_patience": 2,
+        "plateau_factor": 0.5,
+        "patience": 3,
+        "min_delta": 10.0,
+        "restore_best": True,
+        "epochs": 8,
+    },
     "several optimizers": {},
 }
 """Settings, of which each needs something else to be kept."""
@@ -44,14 +55,40 @@ def result(report: Any) -> dict[str, Any]:
 def test_it_ends_as_if_it_had_never_been_stopped(case: str, tmp_path: Path) -> None:
     straight = trainer(task(case), **CASES[case]).fit()
     losses: list[float] = []
-    # In the middle of an epoch, and at its end.
-    for stop in (2, 3, None):
+    # In the middle of an epoch, and at its end; with decisions, also while they wait.
+    for stop in (2, 3, *([5] if case == "decisions" else []), None):
         made = trainer(task(case), checkpoint_dir=tmp_path, stop_after_steps=stop, **CASES[case])
         report = made.fit()
         losses += report.losses
     assert losses == straight.losses
     assert result(report) == result(straight)
     assert report.resumed_from is not None
+    if case == "decisions":
+        assert straight.stopped is not None
+        assert len(set(straight.learning_rates)) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGUSR1, Preempted), (signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)]
+)
+def test_a_signal_saves_after_the_next_step_and_the_run_goes_on(
+    number: signal.Signals, error: type[TfdistError], tmp_path: Path
+) -> None:
+    straight = trainer(task()).fit()
+
+    def send(moment: Any) -> None:
+        if moment.kind == "chunk" and moment.step == 5:
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 30
+            while not made._run._leaving.asked and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    made = trainer(task(), checkpoint_dir=tmp_path, steps_per_chunk=5, actions=[send])
+    with pytest.raises(error, match="after step 6, which is saved in") as left:
+        made.fit()
+    assert left.value.shared
+    assert find(tmp_path, print).manifest.step == made.step == 6, "the chunk ends with the step that is told"
+    assert result(trainer(task(), checkpoint_dir=tmp_path).fit()) == result(straight)
 
 
 def test_a_run_in_steps_over_a_dataset_of_unknown_size(tmp_path: Path) -> None:
