@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl.api import tf_convert
 from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
 from tensorflow.python.data.ops import multi_device_iterator_ops, random_op
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
@@ -63,6 +65,7 @@ __all__ = [
     "traced_for_workers",
     "untuned_device_datasets",
     "wait_for",
+    "with_autograph",
 ]
 
 # For the strategy:
@@ -76,6 +79,9 @@ __all__ = [
 #   mark_as_unsaveable: a traced function with collectives must not go into a SavedModel.
 #   regroup, select_replica: between a value per replica and PerReplica, as MirroredStrategy does it for all classes.
 #   simple_broadcast: copies a reduced tensor or IndexedSlices to the devices of its destination.
+# For what users write:
+#   ag_ctx, tf_convert: AutoGraph for one function, with its accounts of errors, where what calls it has none. Of the
+#     public ways, `to_graph` gives no accounts and fails without sources, and a `tf.function` is more than that.
 # For input pipelines:
 #   multi_device_iterator_ops: the datasets that MirroredStrategy puts on each device. Options do not reach them.
 # For steps on workers:
@@ -134,6 +140,15 @@ HOOKS = {
 
 ORDER_OF_COLLECTIVES = "order_of_collectives"
 """Name of the variable that all traced collectives use, and that TensorFlow names when it cannot save one."""
+
+
+def with_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, in which Python's `if`, `while` and `for` work on tensors as in a tf.function; for users' functions.
+
+    Our own are traced without AutoGraph: to convert them took seconds of each start.
+    """
+    converted: Callable[..., Any] = tf_convert(function, ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED))
+    return converted
 
 
 def in_xla() -> bool:

@@ -33,18 +33,17 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
         yield make
 
 
-HOLDER = """
-import sys, time
+HOLDER = r"""
+import os, sys, time
 from pathlib import Path
 from tfdist.checkpoints.store import Store
 store = Store(Path(sys.argv[1]))
 if "child" in sys.argv:
-    import os
     if os.fork() == 0:
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\n" % os.getpid())  # whole lines: both processes write to one pipe
         time.sleep(60)
         os._exit(0)
-print("open", flush=True)
+os.write(1, b"open\n")
 time.sleep(60)
 """
 

@@ -31,7 +31,7 @@ def from_chief(
     # Whole numbers, of which all but one are 0: their sum is exact, whatever the bytes mean.
     numbers = everything.view(np.int64)
 
-    @tf.function
+    @tf.function(autograph=False)
     def of_replica_0(part: tf.Tensor) -> tf.Tensor:
         def add(part: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()

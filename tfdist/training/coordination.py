@@ -91,7 +91,8 @@ class CoordinatedLoop:
         # Traced on a pipeline of the chief's own, since the workers' come to be on the workers.
         own = iter(self._batches)
         with strategy.scope(), private_tf.traced_for_workers(strategy):
-            self._compiled = tf.function(self._run).get_concrete_function(own, tf.constant(0, tf.int64))
+            run = tf.function(self._run, autograph=False)
+            self._compiled = run.get_concrete_function(own, tf.constant(0, tf.int64))
         refuse_stateful(self._compiled.graph, *OF_A_STEP)
 
     def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:

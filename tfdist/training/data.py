@@ -24,6 +24,9 @@ __all__ = ["Examples", "load_examples", "load_inputs", "row_count", "with_a_row"
 Batches = Iterator[Any]
 Augment = Callable[[Any, tf.Tensor], Any]
 
+_as_it_is = tf.autograph.experimental.do_not_convert
+"""For our own functions: AutoGraph takes longer to convert them than TensorFlow to trace them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
@@ -69,6 +72,7 @@ class Examples:
         begun, done = (0, first) if self.size is None else divmod(first, self.steps_per_epoch(global_batch_size))
         start = begun, done * global_batch_size
 
+        @_as_it_is
         def epoch(index: tf.Tensor) -> tf.data.Dataset:
             return self._epoch(index, seed, shuffle_buffer, start, places=augment is not None).batch(global_batch_size)
 
@@ -97,13 +101,13 @@ class Examples:
         start = (0, 0) if self.size is None else divmod(first * global_batch_size, self.size)
         passes = tf.data.Dataset.counter(start[0]) if epochs is None else tf.data.Dataset.range(start[0], epochs)
         examples = passes.flat_map(
-            lambda index: self._epoch(index, seed, shuffle_buffer, start, places=augment is not None)
+            _as_it_is(lambda index: self._epoch(index, seed, shuffle_buffer, start, places=augment is not None))
         )
         batches = examples.batch(global_batch_size)
         if self.size is None:
             batches = batches.skip(first)
         if change is not None:
-            batches = batches.map(lambda *batch: change(batch), tf.data.AUTOTUNE)
+            batches = batches.map(_as_it_is(lambda *batch: change(batch)), tf.data.AUTOTUNE)
         batches = batches.enumerate(first).prefetch(2)
         untuned = tf.data.Options()
         untuned.autotune.enabled = self.tuned
@@ -124,7 +128,7 @@ class Examples:
             mixed = tf.random.stateless_uniform([], both, minval=1, maxval=2**31 - 1, dtype=tf.int64)
             examples = examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
         if places:
-            numbers = tf.data.Dataset.counter().map(lambda i: tf.stack([index, i]))
+            numbers = tf.data.Dataset.counter().map(_as_it_is(lambda i: tf.stack([index, i])))
             examples = tf.data.Dataset.zip(numbers, examples)
         if start[1]:
             examples = examples.skip(tf.where(tf.equal(index, start[0]), tf.constant(start[1], tf.int64), 0))
@@ -133,7 +137,7 @@ class Examples:
     def inputs(self) -> Examples:
         """The inputs alone, of elements (inputs, labels) or (inputs, labels, weight)."""
         spread = isinstance(self.dataset.element_spec, tuple)
-        alone = self.dataset.map(lambda inputs, *_: inputs) if spread else self.dataset
+        alone = self.dataset.map(_as_it_is(lambda inputs, *_: inputs)) if spread else self.dataset
         return dataclasses.replace(self, dataset=alone)
 
     def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
@@ -169,7 +173,7 @@ def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str]
             f"counting the examples of split {split!r}: its dataset does not know its size. To leave this out, "
             "use tf.data.experimental.assert_cardinality, or set steps (without accumulate)."
         )
-        size = int(source.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
+        size = int(source.reduce(tf.constant(0, tf.int64), _as_it_is(lambda total, *_: total + 1)))
     return Examples(split, source, size if size > 0 else None, counted=size != tf.data.UNKNOWN_CARDINALITY, tuned=tuned)
 
 
@@ -185,7 +189,7 @@ def load_inputs(source: Any) -> Examples:
         raise UsageError("there are no examples to predict.")
     size = int(dataset.cardinality())
     if size == tf.data.UNKNOWN_CARDINALITY:
-        size = int(dataset.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
+        size = int(dataset.reduce(tf.constant(0, tf.int64), _as_it_is(lambda total, *_: total + 1)))
     return Examples("predict", dataset, size if size > 0 else None, tuned=tuned)
 
 
@@ -216,7 +220,7 @@ def _augmented(augment: Augment, seed: int, spec: Any) -> Callable[[Any], Any]:
     def one(place_and_example: tuple[tf.Tensor, Any]) -> Any:
         place, example = place_and_example
         own = tf.random.experimental.stateless_fold_in(tf.stack([tf.constant(seed, tf.int64), place[0]]), place[1])
-        changed = augment(example, own)
+        changed = private_tf.with_autograph(augment)(example, own)
         try:
             tf.nest.assert_same_structure(spec, changed)
             return tf.nest.map_structure(_as_before, spec, changed)
@@ -227,7 +231,7 @@ def _augmented(augment: Augment, seed: int, spec: Any) -> Callable[[Any], Any]:
             ) from None
 
     # Tried by itself first: where its function fails, map_fn leaves TensorFlow's variable scope in disorder.
-    tried = tf.function(one).get_concrete_function((tf.TensorSpec([2], tf.int64), spec))
+    tried = tf.function(one, autograph=False).get_concrete_function((tf.TensorSpec([2], tf.int64), spec))
     refuse_stateful(
         tried.graph, "Task.augment", "Use tf.random.stateless_normal and the like with the seed that it is given."
     )
@@ -268,12 +272,15 @@ def _distribute(
             piece = _piece(batch if spread else batch[0], replica, replicas)
             return piece if change is None else change(piece)
 
+        def of_replica(batch: tuple[Any, ...]) -> Callable[[tf.Tensor], Any]:
+            return _as_it_is(lambda replica: own(batch, replica))
+
         if here == 1:
-            batches = batches.map(lambda *batch: own(batch, first), tf.data.AUTOTUNE)
+            batches = batches.map(_as_it_is(lambda *batch: own(batch, first)), tf.data.AUTOTUNE)
             batches = batches.prefetch(tf.data.AUTOTUNE)
         else:
             batches = batches.flat_map(
-                lambda *batch: tf.data.Dataset.range(first, first + here).map(lambda replica: own(batch, replica))
+                _as_it_is(lambda *batch: tf.data.Dataset.range(first, first + here).map(of_replica(batch)))
             )
             batches = batches.prefetch(2 * here)
         if here > 1 or not tuned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.config import Settings
 from tfdist.errors import UsageError
+from tfdist.private_tf import with_autograph
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.gradients import Gradient, on_values
 from tfdist.training.private_keras import count_rows, has_synchronized_layer, normalizations, rows_count
@@ -115,7 +117,7 @@ class LocalStep:
         rows = row_count(batch)
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             batch = with_a_row(batch)
-        run = tf.function(self._run, jit_compile=True) if self._settings.jit else self._run
+        run = tf.function(self._run, jit_compile=True, autograph=False) if self._settings.jit else self._run
         gradients, after, tally = run(batch, rows, replica, place, factor, state)
         # An empty piece contributes zeros: it has NaN where a layer averages over no rows, or stands in for a row.
         present = rows > 0
@@ -156,7 +158,7 @@ class LocalStep:
                 by_weight=self._settings.loss_reduction == "weighted_mean",
             )
             with rows_count(rows > 0):
-                self._task.train_step(replica, batch)
+                _step_of(self._task)(replica, batch)
         self._note(replica, scope)
         gradients = [
             replica.parts[self._parts[part]].gradients[id(v)]
@@ -206,6 +208,11 @@ class LocalStep:
         numbers = [value for part in parts for value in (part.loss, part.weight, part.count, part.penalty)]
         numbers += [replica.rows, tf.constant(1.0), bad]
         return tf.concat([tf.stack([tf.cast(value, tf.float32) for value in numbers]), replica.faults], 0)
+
+
+def _step_of(task: Task) -> Callable[[Replica, Any], None]:
+    own = type(task).train_step is not Task.train_step
+    return with_autograph(task.train_step) if own else task.train_step
 
 
 def _where(present: tf.Tensor, gradient: Gradient) -> Gradient:

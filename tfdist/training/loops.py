@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.cluster.channel import shared
 from tfdist.errors import UsageError
+from tfdist.private_tf import with_autograph
 from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
@@ -62,7 +63,8 @@ class TrainingLoop:
         step.prepare(lambda: next(iterator))
         with strategy.scope():
             start = tf.constant(0, tf.int64)
-            self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1), start)
+            run = tf.function(self._run, autograph=False)
+            self._compiled = run.get_concrete_function(iterator, tf.constant(1), start)
         refuse_stateful(self._compiled.graph, *OF_A_STEP)
 
     def run(self, iterator: Any, steps: int, first: int = 0, ahead: int = 0) -> Chunk:
@@ -156,7 +158,8 @@ class EvaluationLoop:
         self.traces = 0
         """How often the loop was traced."""
         with strategy.scope():
-            self._compiled = tf.function(self._run).get_concrete_function(iterator, tf.constant(1))
+            run = tf.function(self._run, autograph=False)
+            self._compiled = run.get_concrete_function(iterator, tf.constant(1))
 
     def run(self, iterator: Any, steps: int) -> dict[str, float]:
         """Evaluate `steps` global batches.
@@ -197,7 +200,7 @@ class EvaluationLoop:
         with keras.StatelessScope(self._values):
             outputs = self._model(inputs, training=False)
             predictions, mask = in_float32(outputs), mask_of(outputs)
-            losses = self._task.losses(labels, predictions)
+            losses = with_autograph(self._task.losses)(labels, predictions)
         plain = weights is None and (mask is None or len(mask.shape) != len(losses.shape))
         losses, weights, faults = per_value(losses, weights, mask, row_count(batch))
         added = self._metrics.added(labels, predictions, losses, weights, None if plain else weights)

@@ -33,7 +33,7 @@ class PredictionLoop:
         self._strategy = strategy
         self._model = model
         self._values = list(values)
-        self._compiled = tf.function(self._of_a_batch, reduce_retracing=True)
+        self._compiled = tf.function(self._of_a_batch, reduce_retracing=True, autograph=False)
 
     def run(self, iterator: Any, steps: int) -> Any:
         """The outputs over `steps` global batches: a structure of arrays, whose first axis counts the examples."""

@@ -77,6 +77,7 @@ class Replica:
         self._names = tuple(parts)
         self._by_weight = by_weight
 
+    @tf.autograph.experimental.do_not_convert
     def seed(self) -> tf.Tensor:
         """A seed for one of TensorFlow's stateless random operations, shape `[2]`.
 
@@ -86,6 +87,7 @@ class Replica:
         run, place = self._seed
         return tf.stack([tf.constant(run + (self._seeds << 32), tf.int64), tf.cast(place, tf.int64)])
 
+    @tf.autograph.experimental.do_not_convert
     def loss(self, losses: tf.Tensor, weights: Any = None, *, mask: Any = None, name: str | None = None) -> tf.Tensor:
         """The scalar to differentiate: Σ weight·loss over this replica's rows.
 
@@ -132,6 +134,7 @@ class Replica:
         self.parts[name] = Part(weighted, weight, count, penalty)
         return total if self._factor is None else total * tf.cast(self._factor, total.dtype)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, gradients_and_variables: Iterable[tuple[Any, Any]], *, name: str | None = None) -> None:
         """Hand over the gradients of `replica.loss`. They are reduced and applied after the step.
 

@@ -160,7 +160,8 @@ class TrainingStep:
         """Make room for gradients that add up, if there is any accumulation; before the step is traced."""
         if self.settings.accumulate > 1:
             # What a step works on is known once it is traced, so it is traced once to be looked at.
-            tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),))).get_concrete_function()
+            look = tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),)), autograph=False)
+            look.get_concrete_function()
             self._accumulators = Accumulators(self._strategy, self.local, one_copy=self._one_copy)
 
     def __call__(

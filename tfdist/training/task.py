@@ -95,12 +95,13 @@ class Task:
         """
         import tensorflow as tf
 
+        from tfdist.private_tf import with_autograph
         from tfdist.training.private_keras import mask_of
 
         inputs, labels, weights = unpack(batch)
         with tf.GradientTape() as tape:
             outputs = replica.model(inputs, training=True)
-            losses = self.losses(labels, in_float32(outputs))
+            losses = with_autograph(self.losses)(labels, in_float32(outputs))
             loss = replica.loss(losses, weights, mask=mask_of(outputs))
         variables = replica.model.trainable_variables
         replica.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
