@@ -137,6 +137,13 @@ class Settings:
     stall_timeout: float = 600.0
     """End the job where a process makes no step for so many seconds, and say where it was; 0: never."""
 
+    reproducible: bool = False
+    """Train to the same bits on every synchronous backend and at every number of replicas that divides virtual_shards.
+    Slower; operations are deterministic, and each runs in one thread, if intra_op_threads does not say otherwise."""
+    virtual_shards: int = 8
+    """With reproducible: pieces of a global batch that are computed each by itself, a multiple of the number of
+    replicas. Runs agree whose virtual_shards are equal."""
+
     quiet: bool = False
     """Print nothing but errors."""
     steps_per_chunk: int = 10
@@ -192,6 +199,7 @@ class Settings:
             "loss_scale": (scaled, "precision='float16'"),
             "loss_scale_growth": (scaled, "precision='float16'"),
             "plateau_factor": (self.plateau_patience is not None, "plateau_patience"),
+            "virtual_shards": (self.reproducible, "reproducible"),
             "min_delta": (any(watches), "patience, plateau_patience or restore_best"),
             "monitor_mode": (any(watches) or self.keep_best, "patience, plateau_patience, restore_best or keep_best"),
         }
@@ -228,6 +236,18 @@ class Settings:
                 raise UsageError(
                     f"sync_every={self.sync_every} and batch_norm='sync' do not go together: replicas train each by "
                     "itself. Use batch_norm='local', or leave sync_every out."
+                )
+        if self.reproducible:
+            self._without(
+                "reproducible=True",
+                ("sync_every", "compression", "sparse", "reduction"),
+                "what shards add up to is gathered whole and added in one order",
+            )
+            self._without("reproducible=True", ("lr_scaling",), "it makes the learning rate follow the replicas")
+            if self.batch_norm == "sync":
+                raise UsageError(
+                    "reproducible=True and batch_norm='sync' do not go together: each virtual shard is normalized by "
+                    "itself. Use batch_norm='local', or leave reproducible out."
                 )
         if self.sparse == "gather" and self.accumulate > 1:
             raise UsageError(
@@ -268,7 +288,7 @@ class Settings:
         if kind.asynchronous:
             self._without(
                 f"backend={backend!r}",
-                ("accumulate", "compression", "reduction"),
+                ("accumulate", "compression", "reduction", "reproducible"),
                 "a step is one worker's, and its gradients go straight to the parameter servers",
             )
             if self.precision == "float16":
@@ -282,6 +302,11 @@ class Settings:
         """Steps of a chunk: `steps_per_chunk`, or the next multiple of `sync_every`."""
         every = self.sync_every or 1
         return -(-self.steps_per_chunk // every) * every
+
+    @property
+    def shards(self) -> int | None:
+        """Virtual shards of a global batch, if there are any."""
+        return self.virtual_shards if self.reproducible else None
 
     @property
     def options(self) -> Options:
@@ -315,6 +340,7 @@ _LIMITS: dict[str, tuple[int, int]] = {
     "keep": (1, 2**31 - 1),
     "stop_after_steps": (1, 2**63 - 1),
     "check_every": (0, 2**63 - 1),
+    "virtual_shards": (1, 2**15),
 }
 _POSITIVE = ("clip_value", "clip_norm", "clip_global_norm", "loss_scale", "plateau_factor")
 _RANGES: dict[str, tuple[float, float]] = {

@@ -32,6 +32,7 @@ from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.distribute.values_util import mark_as_unsaveable
 from tensorflow.python.eager.context import Context
 from tensorflow.python.framework import ops, random_seed
+from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.saved_model import save as saved_model_save
@@ -51,6 +52,7 @@ __all__ = [
     "dataset_function",
     "gen_random_ops",
     "is_mirrored",
+    "is_op_determinism_enabled",
     "local_cpu_devices",
     "mark_as_unsaveable",
     "name_in_function",
@@ -82,6 +84,8 @@ __all__ = [
 # For what users write:
 #   ag_ctx, tf_convert: AutoGraph for one function, with its accounts of errors, where what calls it has none. Of the
 #     public ways, `to_graph` gives no accounts and fails without sources, and a `tf.function` is more than that.
+# For the clock of compiled code:
+#   is_op_determinism_enabled: the public function that turns it on has no counterpart that asks.
 # For input pipelines:
 #   multi_device_iterator_ops: the datasets that MirroredStrategy puts on each device. Options do not reach them.
 # For steps on workers:

@@ -69,7 +69,7 @@ import re, sys
 from pathlib import Path
 from tests.unit.test_autograph import WithItsOwnStep
 from tests.unit.one_device import trainer
-trainer(WithItsOwnStep()).fit(steps=3)
+trainer(WithItsOwnStep(), steps=3).fit()
 files = [Path(module.__file__) for name, module in sys.modules.items() if name.startswith("__autograph_generated")]
 print(*sorted({name for file in files for name in re.findall(r"def tf__(\\w+)", file.read_text())}))
 """
@@ -78,8 +78,8 @@ print(*sorted({name for file in files for name in re.findall(r"def tf__(\\w+)", 
 @pytest.mark.parametrize("task", [Branching, WithItsOwnStep, OnTopOfOurs])
 def test_python_branches_on_tensors(task: type[Branching]) -> None:
     # w = 1 moves by 0.2·(label - w) in each step, whatever the order: 2, 4 and 2.
-    report = trainer(task(), shuffle_buffer=0).fit(steps=3)
-    assert report["losses"] == pytest.approx([1, (4 - 1.2) ** 2, (2 - 1.76) ** 2], rel=1e-5)
+    report = trainer(task(), shuffle_buffer=0, steps=3).fit()
+    assert report.losses == pytest.approx([1, (4 - 1.2) ** 2, (2 - 1.76) ** 2], rel=1e-5)
 
 
 def test_nothing_of_ours_is_converted() -> None:

@@ -72,7 +72,7 @@ class TestPieces:
     @pytest.mark.parametrize("rows", range(10))
     def test_pieces_are_contiguous_and_of_nearly_equal_size(self, rows: int, replicas: int) -> None:
         batch = {"a": tf.range(rows), "b": (tf.range(rows) * 10, tf.zeros([rows, 2]))}
-        pieces = [_piece(batch, replica, replicas) for replica in range(replicas)]
+        pieces = [_piece(batch, replica, replicas, replicas)[0] for replica in range(replicas)]
         sizes = [len(piece["a"]) for piece in pieces]
         assert sizes == [rows // replicas + (replica < rows % replicas) for replica in range(replicas)]
         assert np.concatenate([piece["a"] for piece in pieces]).tolist() == list(range(rows))

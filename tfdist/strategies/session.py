@@ -129,8 +129,12 @@ def open_session(backend: str | None, options: Options) -> Session:
 
         name, local = resolve(backend, options.replicas, identity, len(tf.config.list_physical_devices("GPU")))
         check_options(name, options)
-        threads = runtime.intra_op_threads(identity, local, options.intra_op_threads)
+        threads = runtime.intra_op_threads(
+            identity, local, options.intra_op_threads or (1 if options.reproducible else None)
+        )
         _set_threads(threads, local)
+        if options.reproducible and (threads > 1 or tf.config.list_physical_devices("GPU")):
+            tf.config.experimental.enable_op_determinism()  # one thread of a processor adds in one order anyway
         if (name, local) in _sessions:
             _require_same_options(_sessions[name, local], options)
             return _sessions[name, local]

@@ -26,6 +26,7 @@ class Options:
     parameter_servers: int | None = None
     collectives: Literal["auto", "ring", "nccl"] = "auto"
     gpu_memory: Literal["grow", "all"] = "grow"
+    reproducible: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

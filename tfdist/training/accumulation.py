@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -17,18 +17,28 @@ _Own: TypeAlias = tf.Variable | list[tf.Variable]
 class Accumulators:
     """Variables of which each replica has its own values."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, local: LocalStep, *, one_copy: bool = False) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        local: LocalStep,
+        *,
+        one_copy: bool = False,
+        shards: int | None = None,
+    ) -> None:
         """Make them. `local` must have been traced.
 
         Args:
             one_copy: whether the strategy's variables have one value for all replicas.
+            shards: of each replica, which then are a first axis of all sums.
         """
+        axis = [] if shards is None else [shards]
 
         def on(device: str, shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:
             with tf.init_scope(), tf.device(device):
                 return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
 
-        def own(shape: tf.TensorShape, dtype: tf.DType, name: str) -> _Own:
+        def own(of_one: Any, dtype: tf.DType, name: str) -> _Own:
+            shape = tf.TensorShape([*axis, *of_one])
             if one_copy:
                 return [on(device, shape, dtype, name) for device in strategy.extended.worker_devices]
             return tf.Variable(
@@ -42,7 +52,7 @@ class Accumulators:
         with tf.init_scope() if one_copy else strategy.scope():
             self._gradients = [own(v.shape, tf.as_dtype(v.dtype), "gradient_sum") for v in local.trained]
             self._state = [own(v.shape, tf.as_dtype(v.dtype), "state_so_far") for v in local.updated]
-            self._tally = own(tf.TensorShape([local.layout.length]), tf.float32, "tally")
+            self._tally = own([local.layout.length], tf.float32, "tally")
 
     def reset(self, state: list[tf.Tensor]) -> None:
         """Begin a step. Inside the replica step, as all that follows."""

@@ -17,6 +17,7 @@ from tfdist import private_tf
 from tfdist.cluster.causes import cause_of
 from tfdist.errors import UsageError
 from tfdist.training.randomness import refuse_stateful
+from tfdist.training.shards import rows_between
 from tfdist.training.task import Task
 
 __all__ = ["Examples", "load_examples", "load_inputs", "row_count", "with_a_row"]
@@ -55,6 +56,7 @@ class Examples:
         shuffle_buffer: int,
         augment: Augment | None = None,
         first: int = 0,
+        shards: int | None = None,
     ) -> Batches:
         """An endless iterator over the replicas' pieces of the global batches, epoch after epoch.
 
@@ -64,6 +66,8 @@ class Examples:
 
         Args:
             first: global batches of the run that come before these.
+            shards: virtual shards of a global batch; a piece then comes with the places at which its own begin and
+                the last one ends.
         """
         # shuffle combines its seed with TensorFlow's global one, which must be the same on every rank whatever the
         # task's code did to it; and with a global seed of 0 it refuses a seed that is computed in the pipeline.
@@ -76,7 +80,8 @@ class Examples:
         def epoch(index: tf.Tensor) -> tf.data.Dataset:
             return self._epoch(index, seed, shuffle_buffer, start, places=augment is not None).batch(global_batch_size)
 
-        return _distribute(strategy, lambda: tf.data.Dataset.counter(begun).flat_map(epoch), change, tuned=self.tuned)
+        batches = lambda: tf.data.Dataset.counter(begun).flat_map(epoch)  # noqa: E731
+        return _distribute(strategy, batches, change, tuned=self.tuned, shards=shards)
 
     def numbered_batches(
         self,
@@ -140,9 +145,12 @@ class Examples:
         alone = self.dataset.map(_as_it_is(lambda inputs, *_: inputs)) if spread else self.dataset
         return dataclasses.replace(self, dataset=alone)
 
-    def evaluation_batches(self, strategy: tf.distribute.Strategy, *, global_batch_size: int) -> Batches:
-        """The replicas' pieces of the global batches in the dataset's order."""
-        return _distribute(strategy, lambda: self.dataset.batch(global_batch_size).repeat(), tuned=self.tuned)
+    def evaluation_batches(
+        self, strategy: tf.distribute.Strategy, *, global_batch_size: int, shards: int | None = None
+    ) -> Batches:
+        """The replicas' pieces of the global batches in the dataset's order; `shards` as in `training_batches`."""
+        batches = lambda: self.dataset.batch(global_batch_size).repeat()  # noqa: E731
+        return _distribute(strategy, batches, tuned=self.tuned, shards=shards)
 
 
 def load_examples(task: Task, split: str, *, count: bool, notice: Callable[[str], None]) -> Examples:
@@ -253,6 +261,7 @@ def _distribute(
     change: Callable[[Any], Any] | None = None,
     *,
     tuned: bool,
+    shards: int | None = None,
 ) -> Batches:
     """An iterator that gives each replica its piece of each global batch, changed by `change`.
 
@@ -269,8 +278,9 @@ def _distribute(
         spread = type(batches.element_spec) is tuple
 
         def own(batch: tuple[Any, ...], replica: int | tf.Tensor) -> Any:
-            piece = _piece(batch if spread else batch[0], replica, replicas)
-            return piece if change is None else change(piece)
+            piece, ends = _piece(batch if spread else batch[0], replica, replicas, shards or replicas)
+            piece = piece if change is None else change(piece)
+            return piece if shards is None else (piece, ends)
 
         def of_replica(batch: tuple[Any, ...]) -> Callable[[tf.Tensor], Any]:
             return _as_it_is(lambda replica: own(batch, replica))
@@ -295,26 +305,16 @@ def _distribute(
         return iter(strategy.distribute_datasets_from_function(pieces))
 
 
-def _piece(batch: Any, replica: int | tf.Tensor, replicas: int) -> Any:
-    """Rows of `replica`: contiguous, the first (rows mod replicas) replicas get one more."""
-    if replicas == 1:
-        return batch
-    rows = tf.cast(row_count(batch), tf.int64)
-    replica = tf.cast(replica, tf.int64)
-    even, extra = rows // replicas, rows % replicas
-    start = replica * even + tf.minimum(replica, extra)
-    end = start + even + tf.cast(replica < extra, tf.int64)
+def _piece(batch: Any, replica: int | tf.Tensor, replicas: int, shards: int) -> tuple[Any, tf.Tensor]:
+    """Rows of a replica, and the ends of its shards in them, shape `[shards of a replica + 1]`.
 
-    def piece(value: Any) -> Any:
-        if isinstance(value, tf.SparseTensor):
-            rest = value.dense_shape[1:]
-            sliced = tf.sparse.slice(
-                value, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[end - start], rest], 0)
-            )
-            return tf.SparseTensor(sliced.indices, sliced.values, tf.concat([[end - start], rest], 0))
-        return value[start:end]
-
-    return tf.nest.map_structure(piece, batch)
+    Shards are contiguous; the first (rows mod shards) of all shards get one row more.
+    """
+    rows, own = tf.cast(row_count(batch), tf.int64), shards // replicas
+    even, extra = rows // shards, rows % shards
+    numbers = tf.cast(replica, tf.int64) * own + tf.range(own + 1, dtype=tf.int64)
+    ends = tf.ensure_shape(numbers * even + tf.minimum(numbers, extra), [own + 1])
+    return batch if replicas == 1 else rows_between(batch, ends[0], ends[own]), ends - ends[0]
 
 
 def row_count(batch: Any) -> tf.Tensor:

@@ -60,13 +60,23 @@ class Evaluations:
         if examples.size is None:
             raise UsageError(f"the dataset of split {split!r} never ends, so it cannot be evaluated. Make it finite.")
         if split not in self.loops:
-            iterator = examples.evaluation_batches(self._strategy, global_batch_size=built.global_batch_size)
+            shards = built.settings.shards
+            iterator = examples.evaluation_batches(
+                self._strategy, global_batch_size=built.global_batch_size, shards=shards
+            )
             by_weight = built.settings.loss_reduction == "weighted_mean"
             metrics = MetricTotals(built.task.metrics(), by_weight=by_weight)
             metrics.see(self._samples(examples))
             values = self._values()
             loop = EvaluationLoop(
-                self._strategy, built.task, built.model, metrics, iterator, values=values, phases=self._phases
+                self._strategy,
+                built.task,
+                built.model,
+                metrics,
+                iterator,
+                values=values,
+                phases=self._phases,
+                shards=shards,
             )
             self.loops[split] = loop, iterator
         return *self.loops[split], examples.steps_per_epoch(built.global_batch_size)

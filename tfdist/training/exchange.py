@@ -5,6 +5,7 @@ compression   first the tally, in float32; then the gradients, divided, in two b
 adasum        first the tally; then each replica's own mean gradients, combined by Adasum
 sparse        rows of tables are gathered besides
 sync_every    nothing: a replica keeps its own mean gradients (see local_sgd.py)
+reproducible  one collective that gathers the sums of shards; they are added up in a tree (see shards.py)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tfdist.config import Settings
 from tfdist.training.gradients import Gradient, is_sparse, on_values
 from tfdist.training.local import TallyLayout
 from tfdist.training.reduction import gather_over_replicas, sum_over_replicas
+from tfdist.training.shards import sum_in_a_tree
 
 __all__ = ["Combine", "Exchange"]
 
@@ -36,6 +38,7 @@ class Exchange:
         self._wire = None if settings.compression == "none" else tf.as_dtype(settings.compression)
         self._adasum = adasum if settings.reduction == "adasum" else None
         self._alone = settings.sync_every is not None
+        self._in_a_tree = settings.reproducible
 
     def __call__(
         self, gradients: Sequence[Gradient], state: list[tf.Tensor], own: tf.Tensor, part_of: Sequence[int]
@@ -52,6 +55,9 @@ class Exchange:
         """
         if self._alone:
             return self._divided(gradients, own, part_of), state, own
+        if self._in_a_tree:
+            *sums, tally = sum_in_a_tree([*gradients, *state, own])
+            return self._divided(sums[: len(gradients)], tally, part_of), sums[len(gradients) :], tally
         if self._adasum is None and self._wire is None:
             dense = [g for g in gradients if not is_sparse(g)]
             *sums, tally = sum_over_replicas([*dense, *state, own])

@@ -67,15 +67,23 @@ class LocalStep:
     """Calls the task's step in a Keras stateless scope, so that nothing is written."""
 
     def __init__(
-        self, task: Task, model: keras.Model, parts: list[str], settings: Settings, *, most_rows: int | None = None
+        self,
+        task: Task,
+        model: keras.Model,
+        parts: list[str],
+        settings: Settings,
+        *,
+        pieces: int,
+        most_rows: int | None = None,
     ) -> None:
         """Look at the model.
 
         Args:
+            pieces: of a global batch, of which a call works on one.
             most_rows: what rows of sparse gradients are padded for, so that their number does not depend on the
                 batch's; None: not at all.
         """
-        self._most_rows = most_rows
+        self._pieces, self._most_rows = pieces, most_rows
         self._task = task
         self._model = model
         self._settings = settings
@@ -87,6 +95,11 @@ class LocalStep:
             if layer.synchronized
             for v in (layer.moving_mean, layer.moving_variance)
         }  # what synchronized layers write: the same on all replicas, those without rows among them
+        if settings.reproducible and has_synchronized_layer(model):
+            raise UsageError(
+                "reproducible=True does not go together with synchronized BatchNormalization: each virtual shard is "
+                "normalized by itself. Use batch_norm='local'."
+            )
         if settings.jit and has_synchronized_layer(model):
             raise UsageError(
                 "jit=True does not go together with synchronized BatchNormalization: replicas talk to each other "
@@ -110,12 +123,14 @@ class LocalStep:
         """Inside the replica step (traced).
 
         Args:
-            place: a number that no other replica and batch has.
+            replica: the number of the piece.
+            place: a number to which that is added, so that no other piece and batch has it.
             factor: what the loss is multiplied by before it is differentiated.
             state: values of `updated` to begin with; empty: those of the variables.
         """
         rows = row_count(batch)
-        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        place += tf.cast(replica, tf.int64)
+        if self._pieces > 1:
             batch = with_a_row(batch)
         run = tf.function(self._run, jit_compile=True, autograph=False) if self._settings.jit else self._run
         gradients, after, tally = run(batch, rows, replica, place, factor, state)

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.training import clock
 from tfdist.training.chunk import width
 from tfdist.training.loops import CLOCKS, TrainingLoop
 from tfdist.training.reduction import sum_over_replicas
@@ -42,7 +43,7 @@ class LocalSgdLoop(TrainingLoop):
             rows = self._strategy.experimental_local_results(rows)[0]
             self.phases.mark(rows)
             with tf.control_dependencies([rows]):
-                now = tf.timestamp()
+                now = clock.now()
                 last = tf.concat([clocks[n - 1 :, : CLOCKS - 2], [[now, now]]], 1)  # with the time of the merge
                 clocks = tf.concat([clocks[: n - 1], last], 0)
             halted = rows[:, 2 * self._step.parts + 3] > 0
@@ -73,7 +74,7 @@ class LocalSgdLoop(TrainingLoop):
             stored = tf.cast(tf.reduce_any(divisors > 0), tf.float32)
             weights = tf.concat([divisors, [stored * result.rows]], 0)
             with tf.control_dependencies([entry]):
-                now = tf.timestamp()
+                now = clock.now()
                 self._done.assign_add(1)
             times = tf.concat([result.times, [now]], 0)
             return j + 1, ~result.halt, seen + applied * weights, own.write(j, entry), clocks.write(j, times)

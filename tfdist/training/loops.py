@@ -5,6 +5,7 @@ A chunk runs up to n steps without coming back to Python. Only at its end does t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tfdist.cluster.channel import shared
 from tfdist.errors import UsageError
 from tfdist.private_tf import with_autograph
+from tfdist.training import clock
 from tfdist.training.chunk import Chunk, columns, row, width
 from tfdist.training.data import row_count, with_a_row
 from tfdist.training.metrics import MetricTotals
@@ -22,6 +24,7 @@ from tfdist.training.phases import EVALUATING, Phases
 from tfdist.training.private_keras import mask_of
 from tfdist.training.randomness import OF_A_STEP, refuse_stateful
 from tfdist.training.reduction import sum_over_replicas
+from tfdist.training.shards import for_each_shard, sum_in_a_tree
 from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, in_float32, unpack
 from tfdist.training.weighting import FAULTS, fault_of, per_value
@@ -74,7 +77,7 @@ class TrainingLoop:
             first: steps of the run before these.
             ahead: steps that will follow, whatever comes of these; a loop that can may begin with them.
         """
-        start = float(tf.timestamp())
+        start = time.time()
         with self.phases.at(None):
             done, series, times = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
             n = int(done)
@@ -109,7 +112,7 @@ class TrainingLoop:
             result = self._step(lambda: next(iterator), self._batches(first + tf.cast(i, tf.int64)))
             entry = row(result)
             with tf.control_dependencies([entry]):
-                now = tf.timestamp()
+                now = clock.now()
                 self._done.assign_add(1)
             clocks = tf.concat([result.times, [now]], 0)
             go_on = ~result.halt & (result.leave <= 0)
@@ -138,14 +141,16 @@ class EvaluationLoop:
         *,
         values: Sequence[tuple[keras.Variable, Any]] = (),
         phases: Phases | None = None,
+        shards: int | None = None,
     ) -> None:
         """Trace the loop.
 
         Args:
+            shards: virtual shards of a global batch, with whose ends the iterator's pieces then come.
             phases: whose marks it passes; None: none.
             values: variables of the model, each with what stands in for it.
         """
-        self._phases = phases or Phases(compiled=False)
+        self._phases, self._shards = phases or Phases(compiled=False), shards
         self._values = list(values)
         self._strategy = strategy
         self._task = task
@@ -183,7 +188,7 @@ class EvaluationLoop:
             self._phases.mark(batch)
             own = self._strategy.run(self._add, args=(batch,))
             self._phases.mark(own)
-            added = self._strategy.run(sum_over_replicas, args=(own,))
+            added = self._strategy.run(sum_over_replicas if self._shards is None else sum_in_a_tree, args=(own,))
             self._phases.mark(added)
             local = [self._strategy.experimental_local_results(value)[0] for value in added]
             return (i + 1, *(total + tf.cast(value, total.dtype) for total, value in zip(totals, local, strict=True)))
@@ -193,8 +198,15 @@ class EvaluationLoop:
 
     def _add(self, batch: Any) -> list[tf.Tensor]:
         """Runs inside the replica step (traced): what this replica's piece adds to the totals."""
+        return (
+            self._of_piece(batch)
+            if self._shards is None
+            else for_each_shard(lambda _, rows: self._of_piece(rows), *batch)
+        )
+
+    def _of_piece(self, batch: Any) -> list[tf.Tensor]:
         present = row_count(batch) > 0
-        if self._strategy.num_replicas_in_sync > 1:
+        if (self._shards or self._strategy.num_replicas_in_sync) > 1:
             batch = with_a_row(batch)
         inputs, labels, weights = unpack(batch)
         with keras.StatelessScope(self._values):

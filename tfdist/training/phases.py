@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster.places import BEFORE, PHASES
+from tfdist.training import clock
 
 __all__ = ["ACTION", "EVALUATING", "SAVING", "WORKERS", "Phases"]
 
@@ -78,7 +79,7 @@ class Phases:
         if self._count is None:
             return tf.constant(0.0, tf.float64)
         with tf.control_dependencies(_tensors(after)):
-            now = tf.timestamp()
+            now = clock.now()
             self._count.assign_add(by, read_value=False)
         return now
 

@@ -222,6 +222,11 @@ class Run:
             "shuffle_buffer": settings.shuffle_buffer,
             "augment": self._task.augment if type(self._task).augment is not Task.augment else None,
         }
+        if settings.shards is not None and settings.shards % plan.replicas:
+            raise UsageError(
+                f"virtual_shards={settings.shards} must be a multiple of the number of replicas, {plan.replicas}, for "
+                "reproducible=True. Set virtual_shards to one, and to the same in all runs that are to agree."
+            )
         if self._session.asynchronous:
             loop = CoordinatedLoop(
                 strategy,
@@ -237,7 +242,7 @@ class Run:
         done = first * plan.accumulate
         if batches is not None and plan.steps_per_epoch is not None:  # an epoch's last step may have fewer
             done = first // plan.steps_per_epoch * batches + first % plan.steps_per_epoch * plan.accumulate
-        iterator = train.training_batches(strategy, **order, first=done)
+        iterator = train.training_batches(strategy, **order, first=done, shards=settings.shards)
         kind = TrainingLoop if settings.sync_every is None else LocalSgdLoop
         return iterator, kind(strategy, self._step, iterator, accumulate=plan.accumulate, batches_per_epoch=batches)
 

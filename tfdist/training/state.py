@@ -19,10 +19,10 @@ def contributions(
 
     Args:
         values: what the replica's layers have made of the variables.
-        present: whether it had rows; zeros otherwise.
+        present: whether it had rows; zeros otherwise. A vector, and then values with a first axis, for its shards.
     """
     brought = [_contribution(v, value) for v, value in zip(variables, values, strict=True) if _differs(v)]
-    return [tf.where(present, value, tf.zeros_like(value)) for value in brought]
+    return [tf.where(_for(value, present), value, tf.zeros_like(value)) for value in brought]
 
 
 def combined(
@@ -38,6 +38,10 @@ def combined(
         _combined(v, next(remaining), replicas) if _differs(v) else moved_on(v, value) if is_seed(v) else value
         for v, value in zip(variables, values, strict=True)
     ]
+
+
+def _for(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(present, [*present.shape, *[1] * (value.shape.rank - present.shape.rank)])
 
 
 def _is_float(variable: keras.Variable) -> bool:

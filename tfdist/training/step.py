@@ -30,6 +30,7 @@ from tfdist.training.loss_scale import LossScale
 from tfdist.training.phases import Phases
 from tfdist.training.private_keras import without_second_reduction
 from tfdist.training.replica import ONLY
+from tfdist.training.shards import for_each_shard
 from tfdist.training.state import combined, contributions
 from tfdist.training.task import Task
 
@@ -130,8 +131,13 @@ class TrainingStep:
         self.optimizers = optimizers if isinstance(optimizers, dict) else {ONLY: optimizers}
         self.settings = settings or Settings()
         self.averages = averages
-        most_rows = -(-global_batch_size // strategy.num_replicas_in_sync) if fixed_shapes else None
-        self.local = LocalStep(task, model, list(self.optimizers), self.settings, most_rows=most_rows)
+        replicas, shards = strategy.num_replicas_in_sync, self.settings.shards
+        self._pieces = shards or replicas
+        self._shards = None if shards is None else shards // replicas
+        most_rows = -(-global_batch_size // replicas) if fixed_shapes else None
+        self.local = LocalStep(
+            task, model, list(self.optimizers), self.settings, pieces=self._pieces, most_rows=most_rows
+        )
         self._exchange = Exchange(self.settings, self.local.layout, adasum, fixed_shapes=fixed_shapes)
         self._accumulators: Accumulators | None = None
         self.scale = LossScale(self.settings)
@@ -162,7 +168,7 @@ class TrainingStep:
             # What a step works on is known once it is traced, so it is traced once to be looked at.
             look = tf.function(lambda: self._strategy.run(self._look, args=(next_batch(),)), autograph=False)
             look.get_concrete_function()
-            self._accumulators = Accumulators(self._strategy, self.local, one_copy=self._one_copy)
+            self._accumulators = Accumulators(self._strategy, self.local, one_copy=self._one_copy, shards=self._shards)
 
     def __call__(
         self, next_batch: Callable[[], Any], batches: Any = 1, *, place: tf.Tensor | None = None
@@ -178,7 +184,7 @@ class TrainingStep:
         factor = self.scale.value * self._spread if self.scale.dynamic else None
         begun = self.phases.mark([])
         if self._accumulators is None:
-            place = self._next_place() if place is None else place * self._strategy.num_replicas_in_sync
+            place = self._next_place() if place is None else place * self._pieces
             batch = next_batch()
             came = self.phases.mark(batch)
             sums = self._strategy.run(self._local_sums, args=(batch, place, factor))
@@ -254,15 +260,31 @@ class TrainingStep:
         return self._strategy.experimental_local_results(value)[0]
 
     def _next_place(self) -> tf.Tensor:
-        """A number for a global batch that leaves room for all replicas."""
-        place = self._batches.read_value() * self._strategy.num_replicas_in_sync
+        """A number for a global batch that leaves room for all of its pieces."""
+        place = self._batches.read_value() * self._pieces
         self._batches.assign_add(1)
         return place
 
     def _sums(self, batch: Any, place: tf.Tensor, factor: tf.Tensor | None, state: list[tf.Tensor]) -> Sums:
         """Inside the replica step (traced)."""
         replica = _replica_id()
-        return self.local(batch, replica=replica, place=place + tf.cast(replica, tf.int64), factor=factor, state=state)
+        if self._shards is None:
+            return self.local(batch, replica=replica, place=place, factor=factor, state=state)
+        first = replica * self._shards
+
+        def one(shard: tf.Tensor, rows: Any) -> tuple[Any, ...]:
+            own = [value[shard] for value in state]
+            return tuple(self.local(rows, replica=first + shard, place=place, factor=factor, state=own))
+
+        return Sums(*for_each_shard(one, *batch))
+
+    def _start(self) -> list[tf.Tensor]:
+        """What the variables that layers write are before a step. Inside the replica step (traced)."""
+        replica = _replica_id()
+        if self._shards is None:
+            return self.local.start(replica)
+        starts = [self.local.start(replica * self._shards + shard) for shard in range(self._shards)]
+        return [tf.stack(values) for values in zip(*starts, strict=True)]
 
     def _look(self, batch: Any) -> tf.Tensor:
         factor = tf.constant(1.0) if self.scale.dynamic else None
@@ -295,7 +317,7 @@ class TrainingStep:
             sums = self._strategy.run(add, args=(batch, place))
             return i + 1, came + waited, self.phases.mark(sums, _TO_NEXT_INPUT)
 
-        self._strategy.run(lambda: accumulators.reset(self.local.start(_replica_id())))
+        self._strategy.run(lambda: accumulators.reset(self._start()))
         _, came, computed = tf.while_loop(lambda i, *_: i < batches, body, (tf.constant(0), begun, begun))
         self.phases.mark([computed], _TO_COLLECTIVE)
         return self._strategy.run(accumulators.sums), came, computed
@@ -304,9 +326,12 @@ class TrainingStep:
         """Inside the replica step (traced): the sums of all replicas, and what follows from them."""
         layout, replica = self.local.layout, tf.cast(_replica_id(), tf.float32)
         _, present, bad = layout.common(sums.tally)
-        present, bad = tf.minimum(present, 1.0), tf.minimum(bad, 1.0)
+        present, bad = tf.minimum(present, 1.0), tf.minimum(tf.reduce_max(bad), 1.0)
         leave = tf.constant(0.0) if self._leave is None else self._leave.read_value()
-        own = tf.concat([sums.tally, tf.stack([present, bad, bad * replica, leave])], 0)
+        # What is the replica's stands in its first shard.
+        alone = [value if self._shards is None else value * tf.one_hot(0, self._shards) for value in (bad, leave)]
+        added = tf.stack([present, alone[0], alone[0] * replica, alone[1]], -1)
+        own = tf.concat([sums.tally, added], -1)
         gradients, state, tally = self._exchange(
             sums.gradients, contributions(self.local.updated, sums.state, present > 0), own, self.local.part_of
         )
@@ -321,9 +346,10 @@ class TrainingStep:
         final = self._clipped(gradients)
         values = [g.values if is_sparse(g) else g for g in (*gradients, *final)]
         finite = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in (losses, *values)]))
+        values_of_one = sums.state if self._shards is None else [value[0] for value in sums.state]
         return _Reduced(
             gradients=final,
-            state=combined(self.local.updated, sums.state, state, present),
+            state=combined(self.local.updated, values_of_one, state, present),
             penalty=penalty + tf.reduce_sum(tf.math.divide_no_nan(penalties, divisors)),
             finite=finite,
             # A replica by itself also counts examples of weight 0 where their number is what divides.
