@@ -95,11 +95,10 @@ def _train(command: TrainCommand, identity: Identity) -> None:
     from tfdist.training.exporting import check_export
     from tfdist.training.trainer import Trainer
 
-    if command.report is not None:
-        path = command.report
-        together(
-            channel, "checking the report's path", lambda: report.check_writable(path) if identity.is_chief else None
-        )
+    for name, path in (("report", command.report), ("trace", Path(command.trace) if command.trace else None)):
+        if path is not None:
+            check = functools.partial(report.check_writable, setting=name)
+            together(channel, f"checking {name}", functools.partial(_if_chief, identity, check, path))
     for path in command.export:
         together(channel, "checking export", functools.partial(_if_chief, identity, check_export, path))
     task = together(channel, "loading the task", lambda: load_task(command.task, command.task_args))

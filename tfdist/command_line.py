@@ -79,7 +79,18 @@ def _clear(message: str, arguments: Sequence[str]) -> UsageError:
 
 
 _GROUPS = {
-    "what and where": ("task", "task_args", "backend", "replicas", "report", "export", "verbose", "quiet", "seed"),
+    "what and where": (
+        "task",
+        "task_args",
+        "backend",
+        "replicas",
+        "report",
+        "trace",
+        "export",
+        "verbose",
+        "quiet",
+        "seed",
+    ),
     "the same bits everywhere": ("reproducible", "virtual_shards"),
     "of single backends": ("parameter_servers", "max_in_flight", "sync_every", "collectives"),
     "how long": ("epochs", "steps", "global_batch_size", "accumulate", "shuffle_buffer"),

@@ -144,6 +144,8 @@ class Settings:
     """With reproducible: pieces of a global batch that are computed each by itself, a multiple of the number of
     replicas. Runs agree whose virtual_shards are equal."""
 
+    trace: str | None = None
+    """Write checksums of each step's rows, gradients and variables to this file, which tfdist compare reads."""
     quiet: bool = False
     """Print nothing but errors."""
     steps_per_chunk: int = 10
@@ -178,7 +180,7 @@ class Settings:
         if self.learning_rate is not None:
             learning_rate(self.learning_rate)
         save_interval(self.save_every)
-        for name in ("checkpoint_dir", "resume", "init_from"):
+        for name in ("checkpoint_dir", "resume", "init_from", "trace"):
             if getattr(self, name) == "":
                 raise UsageError(f"{name}='' is no path. Give one, or leave it out; the current folder is '.'.")
         if 0 < self.stall_timeout < 2:
@@ -224,7 +226,7 @@ class Settings:
         if self.sync_every is not None:
             self._without(
                 f"sync_every={self.sync_every}",
-                ("accumulate", "compression", "sparse", "reduction"),
+                ("accumulate", "compression", "sparse", "reduction", "trace"),
                 "no gradients go between the replicas",
             )
             if self.precision == "float16":
@@ -288,7 +290,7 @@ class Settings:
         if kind.asynchronous:
             self._without(
                 f"backend={backend!r}",
-                ("accumulate", "compression", "reduction", "reproducible"),
+                ("accumulate", "compression", "reduction", "reproducible", "trace"),
                 "a step is one worker's, and its gradients go straight to the parameter servers",
             )
             if self.precision == "float16":

@@ -42,6 +42,7 @@ def report(**changes: object) -> Report:
         "metrics": {"test": {"loss": 0.25}},
         "weights_sha256": "a",
         "state_sha256": "b",
+        "step_seconds": [0.002, 0.002],
         "step_time_ms": StepTime(1.0, 2.0, 3.0),
         "examples_per_second": 10.0,
         "traces": {"train": 1},

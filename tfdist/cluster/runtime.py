@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -92,6 +93,16 @@ def intra_op_threads(identity: Identity, local_replicas: int, chosen: int | None
     if chosen is not None:
         return chosen
     return max(1, usable_cores(identity) // (identity.local_size * local_replicas))
+
+
+def seconds_since_start(moment: float | None) -> float | None:
+    """From the start of this process to a moment of the system's clock; None where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+    return None if moment is None else moment - (time.time() - running)
 
 
 def terminal_width(identity: Identity) -> int | None:

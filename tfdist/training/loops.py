@@ -27,6 +27,7 @@ from tfdist.training.reduction import sum_over_replicas
 from tfdist.training.shards import for_each_shard, sum_in_a_tree
 from tfdist.training.step import TrainingStep
 from tfdist.training.task import Task, in_float32, unpack
+from tfdist.training.trace import FIELDS, Trace
 from tfdist.training.weighting import FAULTS, fault_of, per_value
 
 __all__ = ["CLOCKS", "EvaluationLoop", "TrainingLoop"]
@@ -49,8 +50,9 @@ class TrainingLoop:
         *,
         accumulate: int = 1,
         batches_per_epoch: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._trace = strategy, trace
         self._step = step
         self.phases = step.phases
         """Where this process is."""
@@ -79,10 +81,14 @@ class TrainingLoop:
         """
         start = time.time()
         with self.phases.at(None):
-            done, series, times = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
+            done, series, times, *seen = self._compiled(iterator, tf.constant(steps), tf.constant(first, tf.int64))
             n = int(done)
+        if self._trace is not None:
+            self._trace.add([part[:n] for part in seen])
         marks, ends = np.split(times.numpy()[:n], [-1], axis=1)
         self.phases.account(marks)
+        if self.phases.first_step_ended is None and n:
+            self.phases.first_step_ended = float(ends[0, 0])
         return columns(series.numpy()[:n], np.diff(ends[:, 0], prepend=start), self._step.parts)
 
     variables: tuple[tf.Variable, ...] = ()
@@ -108,7 +114,9 @@ class TrainingLoop:
     def _run(self, iterator: Any, steps: tf.Tensor, first: tf.Tensor) -> tuple[tf.Tensor, ...]:
         self.traces += 1
 
-        def body(i: tf.Tensor, go_on: tf.Tensor, series: tf.TensorArray, times: tf.TensorArray) -> tuple[Any, ...]:
+        def body(
+            i: tf.Tensor, go_on: tf.Tensor, series: tf.TensorArray, times: tf.TensorArray, *seen: tf.TensorArray
+        ) -> tuple[Any, ...]:
             result = self._step(lambda: next(iterator), self._batches(first + tf.cast(i, tf.int64)))
             entry = row(result)
             with tf.control_dependencies([entry]):
@@ -116,13 +124,15 @@ class TrainingLoop:
                 self._done.assign_add(1)
             clocks = tf.concat([result.times, [now]], 0)
             go_on = ~result.halt & (result.leave <= 0)
-            return i + 1, go_on, series.write(i, entry), times.write(i, clocks)
+            told = [array.write(i, part) for array, part in zip(seen, result.seen, strict=True)]
+            return i + 1, go_on, series.write(i, entry), times.write(i, clocks), *told
 
         series = tf.TensorArray(tf.float32, size=steps, element_shape=[width(self._step.parts)])
         times = tf.TensorArray(tf.float64, size=steps, element_shape=[CLOCKS])
-        start = (tf.constant(0), tf.constant(True), series, times)
-        i, _, series, times = tf.while_loop(lambda i, go_on, *_: (i < steps) & go_on, body, start)
-        return i, series.stack(), times.stack()
+        seen = [] if self._trace is None else [tf.TensorArray(dtype, size=steps) for dtype in FIELDS.values()]
+        start = (tf.constant(0), tf.constant(True), series, times, *seen)
+        i, _, *arrays = tf.while_loop(lambda i, go_on, *_: (i < steps) & go_on, body, start)
+        return i, *(array.stack() for array in arrays)
 
 
 class EvaluationLoop:

@@ -47,6 +47,8 @@ class Phases:
         """In all steps but the first: waiting for input, computing, and in the collective."""
         self.steps = 0
         """How many these are."""
+        self.first_step_ended: float | None = None
+        """By the system's clock."""
         self._warm = False
 
     @contextlib.contextmanager

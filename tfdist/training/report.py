@@ -70,6 +70,8 @@ class Report:
     """Over the bytes of the trainable weights in order."""
     state_sha256: str
     """Over all variables of the model, of the optimizers and of the trainer (counters, loss scale, averages)."""
+    step_seconds: list[float]
+    """That each step took."""
     step_time_ms: StepTime
     examples_per_second: float | None
     """Over all replicas, without the first step and without evaluation."""
@@ -79,9 +81,10 @@ class Report:
     """With checkpoint_dir: saved, how many; last_step; and seconds: copy_seconds and wait_seconds, for which training
     stood still, to copy the variables and since the save before was not done, and write_seconds beside it."""
     ranks: list[dict[str, Any]]
-    """Of each process: rank, host, and what it spent in all steps but the first: input_seconds, waiting for its input;
-    compute_seconds, until its own gradients were there; collective_seconds, until those of all were, waiting for slower
-    ranks included. Empty for an asynchronous run."""
+    """Of each process: rank, host; peak_memory_mb; startup_seconds, from the start of the process to the end of its
+    first step (null where the system does not tell); and what it spent in all steps but the first: input_seconds,
+    waiting for its input; compute_seconds, until its own gradients were there; collective_seconds, until those of all
+    were, waiting for slower ranks included. Empty for an asynchronous run."""
     workers: dict[str, Any] | None
     """Of an asynchronous run: workers, parameter_servers, max_in_flight; updates, the steps that were applied (more
     than steps - skipped_steps where a worker died right after its update); and staleness: mean and max, over the

@@ -51,6 +51,7 @@ _OF_ITS_OWN = {
     "check_every",
     "stall_timeout",
     "quiet",
+    "trace",
     "steps_per_chunk",
     "validate_every",
     "intra_op_threads",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import resource
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints.store import Store
-from tfdist.cluster import watchdog
+from tfdist.cluster import runtime, watchdog
 from tfdist.cluster.channel import require_same, shared, together
 from tfdist.cluster.failure import ends_the_job
 from tfdist.cluster.places import Seen
-from tfdist.cluster.runtime import terminal_width
 from tfdist.errors import Interrupted, Preempted, TfdistError, UsageError
 from tfdist.training import report as reporting
 from tfdist.training.actions import Action
@@ -48,6 +48,7 @@ from tfdist.training.slowness import slow_ranks
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions, less_is_better
 from tfdist.training.task import Task
+from tfdist.training.trace import Trace, positions
 
 __all__ = ["Run"]
 
@@ -64,6 +65,7 @@ class Run:
         self._saver = Saver(None, {})
         self._store: Store | None = None
         self._resumed: Resumed | None = None
+        self._trace = None if built.settings.trace is None else Trace(Path(built.settings.trace))
 
     @property
     def step(self) -> int:
@@ -80,7 +82,7 @@ class Run:
             stack.callback(self._close)
             with ends_the_job(channel, lambda: "before training"):
                 plan = together(channel, "preparing training", self._prepare)
-            console = open_console(visible=self._built.speaks, width=terminal_width(self._session.identity))
+            console = open_console(visible=self._built.speaks, width=runtime.terminal_width(self._session.identity))
             stack.callback(console.close)
             with ends_the_job(channel, lambda: "before training"):
                 self._watch()
@@ -162,7 +164,9 @@ class Run:
             one_copy=self._session.one_copy,
             leave=None if asynchronous else self._leaving.request,
             phases=None if asynchronous else self._phases,
+            traced=None if self._trace is None else lambda: list(self._traced.values()),
         )
+        self._traced = kept_variables(built, self._step.own_variables)
         first = 0 if self._resumed is None else self._resumed.step
         self._iterator, self._loop = self._loop_from(train, plan, first)
         if isinstance(self._loop, CoordinatedLoop):
@@ -244,7 +248,14 @@ class Run:
             done = first // plan.steps_per_epoch * batches + first % plan.steps_per_epoch * plan.accumulate
         iterator = train.training_batches(strategy, **order, first=done, shards=settings.shards)
         kind = TrainingLoop if settings.sync_every is None else LocalSgdLoop
-        return iterator, kind(strategy, self._step, iterator, accumulate=plan.accumulate, batches_per_epoch=batches)
+        return iterator, kind(
+            strategy,
+            self._step,
+            iterator,
+            accumulate=plan.accumulate,
+            batches_per_epoch=batches,
+            trace=self._trace,
+        )
 
     def _begin(self, plan: Plan, console: Console) -> Course:
         """The course, at its first step or where a checkpoint left it."""
@@ -276,6 +287,8 @@ class Run:
             self._saver.last = self._resumed.step if self._resumed.here else None
             console.note(f"resumed from {self._resumed.path}: {self._resumed.step} of {plan.steps} steps are done")
         require_equal(self._session, variables, "before the first step")
+        if self._trace is not None:
+            self._trace.begin(self._traced)
         return course
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -283,6 +296,11 @@ class Run:
 
     def _report(self, course: Course) -> Report:
         session, built = self._session, self._built
+        if self._trace is not None:
+            losses = np.concatenate([chunk.losses.sum(axis=1) for chunk in course.chunks])
+            batch = built.global_batch_size * self._settings.accumulate
+            addends = batch * positions(built.model)
+            self._trace.write(session, self._step.local.trained, self._traced, losses, addends)
         weights = digest(built.model.trainable_variables)
         state = digest([*built.variables, *self._step.variables])
         require_same(
@@ -326,6 +344,7 @@ class Run:
             metrics=course.metrics,
             weights_sha256=weights,
             state_sha256=state,
+            step_seconds=seconds.tolist(),
             step_time_ms=reporting.step_time(seconds),
             examples_per_second=reporting.throughput(rows, seconds),
             traces={"train": self._loop.traces}
@@ -342,6 +361,8 @@ class Run:
         return {
             "rank": self._session.identity.rank,
             "host": socket.gethostname(),
+            "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # kilobytes on Linux
+            "startup_seconds": runtime.seconds_since_start(self._phases.first_step_ended),
             "input_seconds": waiting,
             "compute_seconds": computing,
             "collective_seconds": collective,

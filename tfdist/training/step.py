@@ -33,6 +33,7 @@ from tfdist.training.replica import ONLY
 from tfdist.training.shards import for_each_shard
 from tfdist.training.state import combined, contributions
 from tfdist.training.task import Task
+from tfdist.training.trace import row, see, see_batch
 
 __all__ = ["ADDED", "StepResult", "TrainingStep"]
 
@@ -70,6 +71,8 @@ class StepResult(NamedTuple):
     """The sum of what replicas were asked (see `leaving.py`); training stops after this step where it is not 0."""
     tally: tf.Tensor
     """The sums that losses, rows, suspects, faults and leave were told from (see `TrainingStep.told`)."""
+    seen: list[tf.Tensor]
+    """What it has worked on, as `trace.FIELDS` has it; empty where that is not asked for."""
     times: tf.Tensor
     """When it began, had its input, its gradients and the sums over all replicas; 0 where no marks are passed."""
 
@@ -111,6 +114,7 @@ class TrainingStep:
         one_copy: bool = False,
         leave: tf.Variable | None = None,
         phases: Phases | None = None,
+        traced: Callable[[], list[Any]] | None = None,
     ) -> None:
         """Make the step's own variables; nothing is traced yet.
 
@@ -122,7 +126,9 @@ class TrainingStep:
             one_copy: whether the strategy's variables have one value for all replicas.
             leave: this process's request to leave; None where no step can read it.
             phases: whose marks it passes; None: none.
+            traced: the variables of which each step's `StepResult.seen` tells; None: it tells nothing.
         """
+        self._traced = traced
         self.phases = phases or Phases(compiled=False)
         self._one_copy = one_copy
         self._leave = leave
@@ -191,9 +197,11 @@ class TrainingStep:
             computed = self.phases.mark(sums)
         else:
             sums, came, computed = self._sums_of_several(next_batch, batches, factor, begun)
+            batch = None
         reduced = self._strategy.run(self._over_replicas, args=(sums, factor))
         times = tf.stack([begun, came, computed, self.phases.mark(reduced)])
         # The same on all replicas; gradients and state stay where they are.
+        gradients = reduced.gradients
         reduced = reduced._replace(**{name: self._first(getattr(reduced, name)) for name in _Reduced._fields[2:]})
         finite, policy = reduced.finite, self.settings.nan_policy
         good_rate = tf.reduce_all(tf.math.is_finite(rates) & (rates >= 0))
@@ -205,7 +213,9 @@ class TrainingStep:
 
         self._update(reduced, ~halt & ~skipped)
         self.scale.update(finite, tf.reduce_any(reduced.has_weight))
+        seen = [] if self._traced is None else self._seen(self._traced, batch, sums, gradients)
         return StepResult(
+            seen=seen,
             **told._asdict(),
             penalty=reduced.penalty,
             rates=rates,
@@ -215,6 +225,15 @@ class TrainingStep:
             tally=reduced.tally,
             times=times,
         )
+
+    def _seen(self, traced: Callable[[], list[Any]], batch: Any, sums: Sums, gradients: Any) -> list[tf.Tensor]:
+        run = self._strategy.run
+        if batch is None:  # several, of which none is kept
+            rows = run(lambda: tf.constant(0, tf.int64))
+        else:
+            rows = run(see_batch, args=(batch if self._shards is None else batch[0],))
+        local = run(lambda sums: see(sums.gradients, self._shards), args=(sums,))
+        return row(self._strategy, rows, local, run(see, args=(gradients,)), traced)
 
     def told(self, tally: tf.Tensor) -> Told:
         """What the sums of some replicas' tallies tell; shape `[…, numbers]`, with further axes before it kept."""
