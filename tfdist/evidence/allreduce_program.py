@@ -33,8 +33,8 @@ SIZES = tuple(1 << n for n in range(10, 23, 2))
 """Bytes of the buffers: 1 KB to 4 MB."""
 
 _BLOCK_SECONDS, _BLOCKS = 0.1, 5
-_MOST_ROUNDS = 1 << 20
-"""Of a block: the count that travels in float32 stays exact."""
+_MOST_COUNTED = 1 << 22
+"""Rounds of a block times replicas: what travels as the counter stays exact in float32."""
 
 
 def main(file: Path, backend: str, replicas: int, sizes: Sequence[int] = SIZES) -> None:
@@ -110,10 +110,10 @@ class _Reduction:
 
     def enough(self) -> int:
         """How many rounds take so long that they can be timed."""
-        number = 2
-        while (seconds := self.block(number)) < _BLOCK_SECONDS and number < _MOST_ROUNDS:
+        number, most = 2, _MOST_COUNTED // self._replicas
+        while (seconds := self.block(number)) < _BLOCK_SECONDS and number < most:
             wanted = math.ceil(1.2 * number * _BLOCK_SECONDS / seconds)
-            number = min(max(wanted, 2 * number), 16 * number, _MOST_ROUNDS)  # the first rounds are slow
+            number = min(max(wanted, 2 * number), 16 * number, most)  # the first rounds are slow
         return number
 
     def block(self, number: int) -> float:
@@ -128,7 +128,7 @@ class _Reduction:
         if wrong:
             raise shared(
                 EnvironmentProblem(
-                    f"backend={self._session.backend!r} adds {self._size} bytes over {self._replicas} replicas wrongly: "
+                    f"backend={self._session.backend!r} adds {self._size} bytes of {self._replicas} replicas wrongly: "
                     f"{wrong[0]}. Look at the network and at the MPI or NCCL that is installed."
                 )
             )
