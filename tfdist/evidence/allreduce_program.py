@@ -110,10 +110,11 @@ class _Reduction:
 
     def enough(self) -> int:
         """How many rounds take so long that they can be timed."""
+        self.block(2)  # the first rounds are slow
         number, most = 2, _MOST_COUNTED // self._replicas
         while (seconds := self.block(number)) < _BLOCK_SECONDS and number < most:
             wanted = math.ceil(1.2 * number * _BLOCK_SECONDS / seconds)
-            number = min(max(wanted, 2 * number), 16 * number, most)  # the first rounds are slow
+            number = min(max(wanted, 2 * number), 16 * number, most)
         return number
 
     def block(self, number: int) -> float:
