@@ -25,9 +25,9 @@ import numpy as np
 from tfdist.cluster.channel import shared
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.strategies.session import Session, open_session
-from tfdist.strategies.table import BACKENDS, Options
+from tfdist.strategies.table import BACKENDS, Options, check_backend
 
-__all__ = ["SIZES", "main"]
+__all__ = ["SIZES", "Reduction", "main"]
 
 SIZES = tuple(1 << n for n in range(10, 23, 2))
 """Bytes of the buffers: 1 KB to 4 MB."""
@@ -41,17 +41,22 @@ def main(file: Path, backend: str, replicas: int, sizes: Sequence[int] = SIZES) 
     """Measure all sizes. Every process of the job calls it alike.
 
     Raises:
-        UsageError: the launcher has started another number of replicas.
+        UsageError: the backend has no all-reduce, or the launcher has started another number of replicas.
         EnvironmentProblem: a sum over the replicas is wrong; on every process.
     """
+    check_backend(backend)
     kind = BACKENDS[backend]
+    if kind.asynchronous:
+        raise shared(UsageError(f"backend={backend!r} has no all-reduce: its workers take steps each on its own."))
     session = open_session(backend, Options(replicas=replicas if kind.devices and not kind.processes else None))
     there = session.strategy.num_replicas_in_sync
     if there != replicas:
         raise shared(
-            UsageError(f"replicas={replicas}, but {there} were started. Use: mpirun -np {replicas} python -m …")
+            UsageError(
+                f"replicas={replicas}, but backend={backend!r} has {there}. Start as many: mpirun -np {replicas}"
+            )
         )
-    reductions = [_Reduction(session, size) for size in sizes]
+    reductions = [Reduction(session, size) for size in sizes]
     rounds = [reduction.enough() for reduction in reductions]
     # In turns, so that a disturbance does not hit all blocks of one size.
     blocks = [[r.block(number) / number for r, number in zip(reductions, rounds, strict=True)] for _ in range(_BLOCKS)]
@@ -63,7 +68,7 @@ def main(file: Path, backend: str, replicas: int, sizes: Sequence[int] = SIZES) 
         file.write_text(json.dumps({"backend": backend, "replicas": replicas, "points": points}) + "\n")
 
 
-class _Reduction:
+class Reduction:
     """All-reduces of one size.
 
     Replica r holds n − 1 numbers whose sums over the replicas are known, and a counter. What it adds to the counter
