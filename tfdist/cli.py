@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,15 @@ from tfdist.cluster.channel import Channel, together
 from tfdist.cluster.ending import PATIENCE_SECONDS, end_together
 from tfdist.cluster.identity import Identity, identify
 from tfdist.command_line import answer_help, parse, parted
-from tfdist.commands import ChaosCommand, CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
+from tfdist.commands import (
+    ChaosCommand,
+    CheckCommand,
+    CheckpointsCommand,
+    CompareCommand,
+    EvaluateCommand,
+    LaunchCommand,
+    TrainCommand,
+)
 from tfdist.config import Settings
 from tfdist.errors import TfdistError, UsageError
 
@@ -47,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _checkpoints(arguments, identity)
         if arguments[:1] == ["chaos"]:
             return _chaos(arguments, identity)
+        if arguments[:1] == ["compare"]:
+            return _compare(arguments, identity)
         from tfdist.strategies.session import process
 
         _, channel = process()
@@ -154,6 +165,44 @@ def _chaos(arguments: Sequence[str], identity: Identity) -> int:
     if command.json is not None:
         check_writable(command.json, "json")
     return 0 if chaos(command) else 1
+
+
+def _compare(arguments: Sequence[str], identity: Identity) -> int:
+    if identity.launcher != "alone":
+        raise UsageError("tfdist compare starts its own processes. Run it without mpirun or TF_CONFIG.")
+    own, theirs = parted(arguments)
+    command = parse(own)
+    assert isinstance(command, CompareCommand)
+    words = ["--task", command.task]
+    words += ["--task-args", *command.task_args] if command.task_args else []
+    for name, instead in _SET_BY_COMPARE.items():
+        if any(word.split("=")[0] == f"--{name}" for word in theirs):
+            raise UsageError(f"--{name} belongs to tfdist compare{instead}. Write it before --, or leave it out.")
+    words += theirs
+    train = parse(["train", *words, "--steps", str(command.steps)])
+    assert isinstance(train, TrainCommand)
+    from tfdist.evidence.compare import compare
+    from tfdist.training.report import check_writable
+
+    for name, path in (("json", command.json), ("html", command.html)):
+        if path is not None:
+            check_writable(path, name)
+    return 0 if compare(command, train, words, " ".join(["tfdist", *map(shlex.quote, arguments)])) else 1
+
+
+_SET_BY_COMPARE = {
+    "backend": ", as --backends",
+    "replicas": "",
+    "steps": "",
+    "task": "",
+    "task-args": "",
+    "report": ", which has --json",
+    "trace": ", which writes its own",
+    "checkpoint-dir": ", whose runs save nothing",
+    "resume": ", whose runs begin anew",
+    "epochs": ", which counts in --steps",
+    "export": ", whose runs keep nothing",
+}
 
 
 def _checkpoints(arguments: Sequence[str], identity: Identity) -> int:

@@ -16,12 +16,22 @@ import docstring_parser
 import jsonargparse
 
 from tfdist import __version__
-from tfdist.commands import ChaosCommand, CheckCommand, CheckpointsCommand, EvaluateCommand, LaunchCommand, TrainCommand
+from tfdist.commands import (
+    ChaosCommand,
+    CheckCommand,
+    CheckpointsCommand,
+    CompareCommand,
+    EvaluateCommand,
+    LaunchCommand,
+    TrainCommand,
+)
 from tfdist.errors import UsageError, closest
 
 __all__ = ["Command", "answer_help", "parse", "parted"]
 
-Command = TrainCommand | CheckCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand | ChaosCommand
+Command = (
+    TrainCommand | CheckCommand | CompareCommand | LaunchCommand | CheckpointsCommand | EvaluateCommand | ChaosCommand
+)
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -122,6 +132,7 @@ _COMMANDS: dict[str, type[Any]] = {
     "train": TrainCommand,
     "launch": LaunchCommand,
     "check": CheckCommand,
+    "compare": CompareCommand,
     "checkpoints": CheckpointsCommand,
     "evaluate": EvaluateCommand,
     "chaos": ChaosCommand,
@@ -149,6 +160,12 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("launch", launch, help="start tfdist train in several processes, and watch over them")
     check = _command_parser(CheckCommand, "Run cases whose right values are known on the backends of this machine.")
     commands.add_subcommand("check", check, help="show that training gives the right values on this machine")
+    compare = _command_parser(
+        CompareCommand,
+        "Run a task on several backends: whether their numbers agree, which is faster, and why. Further arguments of "
+        "tfdist train may follow after --, as in: tfdist compare --backends horovod,mirrored -- --reproducible",
+    )
+    commands.add_subcommand("compare", compare, help="show that backends give the same numbers, and which is faster")
     evaluate = _command_parser(EvaluateCommand, "Evaluate the model of a checkpoint, on any backend.")
     commands.add_subcommand("evaluate", evaluate, help="evaluate the model of a checkpoint")
     checkpoints = _command_parser(CheckpointsCommand, "List checkpoints, look whether they are whole, and compare two.")

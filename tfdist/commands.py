@@ -13,7 +13,15 @@ from tfdist.config import Settings, within
 from tfdist.errors import UsageError, closest
 from tfdist.strategies.table import check_backend
 
-__all__ = ["ChaosCommand", "CheckCommand", "CheckpointsCommand", "EvaluateCommand", "LaunchCommand", "TrainCommand"]
+__all__ = [
+    "ChaosCommand",
+    "CheckCommand",
+    "CheckpointsCommand",
+    "CompareCommand",
+    "EvaluateCommand",
+    "LaunchCommand",
+    "TrainCommand",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +152,65 @@ class ChaosCommand:
             within(name, getattr(self, name), 1, 2**31 - 1)
         within("processes", self.processes, 4 if self.backend == "parameter_server" else 2, MOST_PROCESSES)
         within("timeout", self.timeout, 1, 1e6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareCommand:
+    """The command line of `tfdist compare`, up to the `--` before further arguments of `tfdist train`."""
+
+    backends: tuple[str, ...] = ()
+    """Backends to compare, with commas or spaces between them. Unset: all synchronous ones that work here."""
+    replicas: tuple[str, ...] = ("2",)
+    """Numbers of replicas, likewise; one_device has one. Runs are compared with the first of equal number."""
+    task: str = "digits"
+    """As of tfdist train."""
+    task_args: tuple[str, ...] = ()
+    """Fields of the task to set, as name=value."""
+    steps: int = 50
+    """Training steps that are compared number by number."""
+    rounds: int = 3
+    """Rounds of timed runs; 0 compares numbers only."""
+    network: tuple[str, ...] = ()
+    """Networks to predict efficiency for, as 100gbit,2us: bandwidth and latency."""
+    seed: int = 0
+    """Of the order of timed runs. (That of training is an argument of tfdist train.)"""
+    against: Path | None = None
+    """An earlier comparison's JSON file; changed numbers, and speed lost beyond noise, are named, and end with 1."""
+    json: Path | None = None
+    """Write all of it to this JSON file."""
+    html: Path | None = None
+    """Write a page with tables and pictures to this file."""
+    png: Path | None = None
+    """Write the pictures to this folder."""
+    timeout: float = 600.0
+    """Seconds after which a run is ended."""
+
+    def __post_init__(self) -> None:
+        for name in self.chosen_backends:
+            check_backend(name)
+        for word in _parts(self.replicas):
+            if not re.fullmatch(r"[0-9]{1,4}", word):
+                raise UsageError(f"replicas={word!r} must be a whole number; several as 1,2,4.")
+        for count in self.counts:
+            within("replicas", count, 1, 64)
+        within("steps", self.steps, 1, 2**31 - 1)
+        within("rounds", self.rounds, 0, 1000)
+        within("timeout", self.timeout, 1, 1e6)
+
+    @property
+    def chosen_backends(self) -> tuple[str, ...]:
+        """Their names, each once."""
+        return tuple(dict.fromkeys(_parts(self.backends)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of replicas, each once."""
+        return tuple(dict.fromkeys(int(word) for word in _parts(self.replicas)))
+
+
+def _parts(words: tuple[str, ...]) -> list[str]:
+    """What stands between commas."""
+    return [part for word in words for part in word.split(",") if part]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

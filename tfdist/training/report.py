@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdist.errors import EnvironmentProblem, UsageError
 
-__all__ = ["Report", "StepTime", "check_writable", "step_time", "throughput", "versions", "write"]
+__all__ = ["Report", "StepTime", "check_writable", "step_time", "throughput", "versions", "without_nan", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def check_writable(path: Path, setting: str = "report") -> None:
 
 def write(report: Report, path: Path) -> None:
     """Write the report whole or not at all."""
-    text = json.dumps(_json(dataclasses.asdict(report)), indent=1, allow_nan=False)
+    text = json.dumps(without_nan(dataclasses.asdict(report)), indent=1, allow_nan=False)
     path = path.resolve()  # a link stays, and what it points to is written
     if path.exists() and not path.is_file():
         path.write_text(text + "\n")  # a device or a pipe, which must not be replaced by a file
@@ -160,12 +160,12 @@ def write(report: Report, path: Path) -> None:
         raise EnvironmentProblem(f"report={str(path)!r} could not be written: {error.strerror or error}.") from None
 
 
-def _json(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Numbers that JSON does not know (NaN, infinity) become null."""
     if isinstance(value, dict):
-        return {key: _json(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
+        return [without_nan(item) for item in value]
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value

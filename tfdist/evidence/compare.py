@@ -1,0 +1,323 @@
+"""`tfdist compare`: the same task on several backends. Do the numbers agree, which is faster, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import random
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tfdist.commands import CompareCommand, TrainCommand
+from tfdist.errors import EnvironmentProblem, UsageError
+from tfdist.evidence import against, compare_table, speed
+from tfdist.evidence.agreement import Bound, agree, gamma
+from tfdist.evidence.arms import Arm, Ran, Runner
+from tfdist.evidence.runs import missing
+from tfdist.evidence.speed import Timed
+from tfdist.strategies.table import BACKENDS
+from tfdist.training.report import versions, without_nan
+
+__all__ = ["compare", "pairs_of", "plan"]
+
+_ORDER = ("same bits", "not comparable", "rounding", "different")
+_LEAST_TIMED_STEPS = 100
+
+
+def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], line: str) -> bool:
+    """Run, judge, print a table and write the files; True unless numbers differ, or got worse than those before.
+
+    Args:
+        train: what all runs have in common.
+        words: the same as flags of `tfdist train`, without backend, replicas and steps.
+        line: the whole command, for the report.
+
+    Raises:
+        UsageError, EnvironmentProblem: the runs cannot be compared, or a backend does not work here.
+    """
+    before = None if command.against is None else against.read(command.against)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=150)
+    arms = plan(command.chosen_backends or _working(console), command.counts)
+    _require_working(arms)
+    folder = Path(tempfile.mkdtemp(prefix="tfdist-compare-"))
+    keep = True
+    try:
+        runner = Runner(folder, words, _settings(train), command.timeout)
+        with _progress(console) as bar:
+            result, problems = _run(command, train, runner, arms, bar)
+        keep = bool(problems)
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+        else:
+            _say(console, f"all that these runs have written is kept in {folder}")
+    result |= {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": line}
+    if before is not None:
+        result["against"] = against.judge(command.against, before, result)
+    result = without_nan(result)
+    compare_table.show(console, result, problems)
+    _write(command, result)
+    worse = result["against"] is not None and against.is_worse(result["against"])
+    return result["verdict"] != "different" and not problems and not worse
+
+
+def plan(backends: Sequence[str], counts: Sequence[int]) -> list[Arm]:
+    """The runs to compare: each backend at each number of replicas; one_device, which has one, comes first."""
+    alone = [Arm(name, 1) for name in backends if not BACKENDS[name].processes and not BACKENDS[name].devices]
+    others = [name for name in backends if BACKENDS[name].processes or BACKENDS[name].devices]
+    return list(dict.fromkeys([*alone, *(Arm(name, count) for count in counts for name in others)]))
+
+
+def pairs_of(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
+    """Which runs to compare: the first of each number of replicas with the first of all, the others with it."""
+    found = []
+    for arm in arms:
+        leader = next(other for other in arms if other.replicas == arm.replicas)
+        if arm != arms[0]:
+            found.append((arms[0] if arm == leader else leader, arm))
+    return found
+
+
+def _run(
+    command: CompareCommand, train: TrainCommand, runner: Runner, arms: Sequence[Arm], bar: _Bar
+) -> tuple[dict[str, Any], list[str]]:
+    timed_arms = 2 * len(arms) + 1
+    collectives = [arm for arm in arms if arm.replicas > 1 and not arm.asynchronous] if command.rounds else []
+    bar.total(len(arms) + 1 + command.rounds * timed_arms + len(collectives))
+    assert train.steps is not None
+    ran: dict[Arm, Ran] = {}
+    for arm in arms:
+        bar.begin(f"the numbers of {arm.name}")
+        ran[arm] = runner.train(arm, trace=True, steps=train.steps)
+    problems = [f"{arm.name} {run.problem}" for arm, run in ran.items() if run.problem]
+    _require_equal_batches(list(ran.values()))
+    pairs = _judge(runner, ran, train, bar)
+    steps = max(train.steps, _LEAST_TIMED_STEPS)
+    timed = _time(command, runner, [arm for arm in arms if not ran[arm].problem], steps, bar, problems)
+    measured = {}
+    for arm in collectives:
+        bar.begin(f"all-reduces of {arm.name}")
+        measured[arm] = runner.measure_collectives(arm)
+    first = next((run.report for run in ran.values() if run.report is not None), None)
+    if first is None:
+        raise EnvironmentProblem(f"no run came to its end: {problems[0]}")
+    result: dict[str, Any] = {
+        "schema": 1,
+        "verdict": max((pair["verdict"] for pair in pairs), key=_ORDER.index, default="same bits"),
+        "problems": problems,
+        "task": train.task,
+        "task_args": list(train.task_args),
+        "steps": train.steps,
+        "global_batch_size": first["global_batch_size"],
+        "accumulate": first["accumulate"],
+        "seed": first["seed"],
+        "reproducible": train.reproducible,
+        "machine": {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpus": 0},
+        "versions": versions(),
+        "rounds": command.rounds,
+        "timed_steps": steps if command.rounds else None,
+        "reference": arms[0].name,
+        "noise": speed.noise(timed),
+        "arms": [_told(runner, ran[arm], speed.numbers(timed, arm)) for arm in arms],
+        "pairs": pairs,
+        "scaling": speed.scaling(timed, measured, ran, command.network),
+        "against": None,
+    }
+    speed.time_to_quality(result, timed)
+    return result, problems
+
+
+def _judge(runner: Runner, ran: dict[Arm, Ran], train: TrainCommand, bar: _Bar) -> list[dict[str, Any]]:
+    """The pairs of the report."""
+    arms = list(ran)
+    bound: Bound | None = None
+    found = []
+    shadow_done = False
+    for a, b in pairs_of(arms):
+        pair = _pair(ran[a], ran[b], None, train)
+        if pair["verdict"] == "different" and not shadow_done:
+            shadow_done = True
+            reference = ran[arms[0]]
+            if reference.trace is not None:
+                bar.begin(f"what rounding does to {arms[0].name}")
+                perturb = gamma(int(reference.trace["addends"]))
+                assert train.steps is not None
+                shadow = runner.variant(arms[0], steps=train.steps, perturb=perturb)
+                bound = None if shadow.trace is None else Bound.of(reference.trace, shadow.trace)
+        if pair["verdict"] == "different" and bound is not None:
+            pair = _pair(ran[a], ran[b], bound, train)
+        found.append(pair)
+    if not shadow_done:
+        bar.begin("")
+    return found
+
+
+def _pair(a: Ran, b: Ran, bound: Bound | None, train: TrainCommand) -> dict[str, Any]:
+    names = {"a": a.arm.name, "b": b.arm.name}
+    nothing: dict[str, Any] = {"loss_difference": [], "bound": None, "variables": [], "first": None, "stage": None}
+    if a.arm.asynchronous or b.arm.asynchronous:
+        note = "asynchronous: no two runs take the same steps, so what counts is how well they end, and how soon"
+        return {**names, **nothing, "verdict": "not comparable", "note": note}
+    if a.trace is None or b.trace is None:
+        failed = next(run for run in (a, b) if run.trace is None)
+        note = f"{failed.arm.name} {failed.problem}"
+        return {**names, **nothing, "verdict": "different", "note": note}
+    told = agree(a.trace, b.trace, bound)
+    note = "; ".join(f"{run.arm.name} {run.problem}" for run in (a, b) if run.problem)
+    if told["verdict"] == "different" and a.arm.replicas != b.arm.replicas and not train.reproducible:
+        reason = _depends_on_replicas(a.trace["variables"].tolist())
+        if reason:
+            told |= {"verdict": "not comparable", "stage": None}
+            note = f"{reason}; with --reproducible they agree bit for bit"
+    return {**names, **told, "note": note}
+
+
+def _depends_on_replicas(variables: Sequence[str]) -> str:
+    """Why training is another one with another number of replicas, if it is."""
+    if any(name.endswith("seed_generator_state") for name in variables):
+        return "random layers draw other numbers on each replica"
+    if any(name.endswith(("moving_mean", "moving_variance")) for name in variables):
+        return "BatchNormalization takes the statistics of each replica's rows"
+    return ""
+
+
+def _time(
+    command: CompareCommand, runner: Runner, arms: Sequence[Arm], steps: int, bar: _Bar, problems: list[str]
+) -> list[Timed]:
+    """Rounds in which each arm runs once as it is and once without communication, in an order that is drawn."""
+    drawn = random.Random(command.seed)
+    found = []
+    for number in range(command.rounds):
+        round_ = Timed()
+        kinds = [(arm, kind) for arm in arms for kind in ("as it is", "alone")] + [(arm, "again") for arm in arms[:1]]
+        drawn.shuffle(kinds)
+        for arm, kind in kinds:
+            if kind == "alone" and (arm.replicas == 1 or arm.asynchronous):
+                bar.begin("")
+                continue
+            extra = " without communication" if kind == "alone" else ""
+            bar.begin(f"round {number + 1} of {command.rounds}: {arm.name}{extra}")
+            ran = (
+                runner.variant(arm, steps=steps, alone=True)
+                if kind == "alone"
+                else runner.train(arm, trace=False, steps=steps)
+            )
+            if ran.report is None:
+                problems.append(f"{arm.name}{extra} {ran.problem}")
+            else:
+                round_.runs[arm, kind] = ran.report
+        found.append(round_)
+    return found
+
+
+def _told(runner: Runner, ran: Ran, numbers: dict[str, Any]) -> dict[str, Any]:
+    report = ran.report or {}
+    return {
+        "name": ran.arm.name,
+        "backend": ran.arm.backend,
+        "replicas": ran.arm.replicas,
+        "command": runner.shown(ran.arm),
+        "asynchronous": ran.arm.asynchronous,
+        "state_sha256": report.get("state_sha256"),
+        "weights_sha256": report.get("weights_sha256"),
+        "metrics": report.get("metrics", {}),
+        "losses": report.get("losses", []),
+        **numbers,
+    }
+
+
+def _settings(train: TrainCommand) -> dict[str, Any]:
+    """What was given to `tfdist train`, as keyword arguments."""
+    given = {f.name: getattr(train, f.name) for f in dataclasses.fields(train) if getattr(train, f.name) != f.default}
+    return {"task": train.task, "task_args": list(train.task_args), **given}
+
+
+def _require_equal_batches(ran: Sequence[Ran]) -> None:
+    sizes = {run.arm.name: run.report["global_batch_size"] * run.report["accumulate"] for run in ran if run.report}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{size} on {name}" for name, size in sizes.items())
+        raise UsageError(
+            f"the global batch size differs: {told}. Runs compare only with equal global batches: set "
+            "--global-batch-size, or make the task's independent of the number of replicas."
+        )
+
+
+def _working(console: Console) -> tuple[str, ...]:
+    names = [name for name, kind in BACKENDS.items() if not kind.asynchronous and not kind.one_copy]
+    for name in names:
+        if missing(name):
+            _say(console, f"{name} is left out: {missing(name)}")
+    return tuple(name for name in names if not missing(name))
+
+
+def _require_working(arms: Sequence[Arm]) -> None:
+    for name in dict.fromkeys(arm.backend for arm in arms):
+        reason = missing(name)
+        if reason:
+            raise EnvironmentProblem(f"backend={name!r} cannot be compared: {reason}. Run: make setup")
+    if len(arms) < 2:
+        raise UsageError(f"only {arms[0].name} is left to compare. Name two backends, or two numbers of replicas.")
+
+
+def _write(command: CompareCommand, result: dict[str, Any]) -> None:
+    if command.json is not None:
+        command.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if command.html is not None:
+        from tfdist.evidence.page import write_page
+
+        write_page(result, command.html)
+    if command.png is not None:
+        from tfdist.evidence.pictures import write_pngs
+
+        command.png.mkdir(parents=True, exist_ok=True)
+        write_pngs(result, command.png)
+
+
+class _Bar:
+    """What runs now: a bar in a terminal, else a line for each run."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._task = progress.add_task("", total=None)
+        self._begun = False
+
+    def total(self, runs: int) -> None:
+        """So many runs there are."""
+        self._progress.update(self._task, total=runs)
+
+    def begin(self, what: str) -> None:
+        """The run before is done, and this one begins; an empty text: there is none."""
+        if self._begun:
+            self._progress.advance(self._task)
+        self._begun = True
+        if what:
+            self._progress.update(self._task, description=what)
+            if not self._console.is_terminal:
+                _say(self._console, what)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _progress(console: Console) -> _Bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return _Bar(Progress(*columns, console=console, disable=not console.is_terminal, transient=True), console)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,144 @@
+"""A comparison in the terminal: a table of the runs, one of the pairs, and the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["show"]
+
+_COLOURS = {"same bits": "bold green", "rounding": "green", "not comparable": "yellow", "different": "bold red"}
+
+
+def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Print it."""
+    console.print(_arms(result))
+    console.print(_pairs(result))
+    for pair in result["pairs"]:
+        for text in (_parting(pair), pair["note"]):
+            if text:
+                _say(console, f"{pair['a']} and {pair['b']}: {text}")
+    _scaling(console, result["scaling"])
+    _against(console, result["against"])
+    for problem in problems:
+        _say(console, f"FAILED {problem}")
+    if result["noise"]:
+        low, high = result["noise"]["low"], result["noise"]["high"]
+        _say(console, f"noise: {result['reference']} against itself lies between {low:.3f} and {high:.3f}")
+    console.print(Text("verdict: ") + Text(result["verdict"], style=_COLOURS[result["verdict"]]))
+
+
+def _arms(result: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("run", no_wrap=True)
+    timed = any(arm["step_ms"] for arm in result["arms"])
+    heads = ["last loss", "weights"]
+    heads += [
+        "examples/s",
+        f"speed over\n{result['reference']}",
+        "efficiency",
+        "input/compute/\ncommunication/own (ms)",
+    ]
+    heads += ["memory\n(MB)", "start-up\n(s)"]
+    for head in heads if timed else heads[:2]:
+        table.add_column(head, justify="right", overflow="fold")
+    for arm in result["arms"]:
+        last = arm["losses"][-1] if arm["losses"] else None
+        cells = ["–" if last is None else f"{last:.6g}", (arm["weights_sha256"] or "–")[:8]]
+        if timed:
+            split = arm["split_ms"]
+            cells += [
+                _interval(arm["examples_per_second"], ".0f"),
+                _interval(arm["ratio"], ".2f"),
+                _interval(arm["efficiency"], ".2f"),
+                "–" if split is None else " / ".join(f"{value:.2f}" for value in split.values()),
+                "–" if arm["memory_mb"] is None else f"{arm['memory_mb']:.0f}",
+                "–" if arm["startup_seconds"] is None else f"{arm['startup_seconds']:.1f}",
+            ]
+        table.add_row(arm["name"], *cells)
+    return table
+
+
+def _pairs(result: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for head in ("compared", "verdict"):
+        table.add_column(head, no_wrap=True)
+    for head in (
+        "largest difference\nof a loss",
+        "rounding may\nmake it",
+        "of a variable",
+        "in units of the\nlast place",
+    ):
+        table.add_column(head, justify="right")
+    for pair in result["pairs"]:
+        known = [v for v in pair["variables"] if v["absolute"] is not None]
+        worst = max(known, key=lambda v: v["absolute"], default=None)
+        differences = [d for d in pair["loss_difference"] if d is not None]
+        table.add_row(
+            f"{pair['a']} – {pair['b']}",
+            Text(pair["verdict"], style=_COLOURS[pair["verdict"]]),
+            f"{max(differences):.2g}" if differences else "–",
+            f"{pair['bound'][-1]:.2g}" if pair["bound"] else "–",
+            "–" if worst is None else f"{worst['absolute']:.2g}",
+            "–" if worst is None else f"{max(v['ulps'] for v in known)}",
+        )
+    return table
+
+
+def _parting(pair: Mapping[str, Any]) -> str:
+    first, stage = pair["first"], pair["stage"]
+    parts = []
+    if first is not None and pair["verdict"] != "not comparable":
+        when = "from the start" if first["step"] == 0 else f"after step {first['step']}"
+        parts.append(f"bits part {when}, first in {first['variable']}")
+    if stage is not None:
+        where = f" of {stage['variable']}" if stage["variable"] else ""
+        whom = f" on replica {stage['rank']}" if stage["rank"] is not None else ""
+        parts.append(f"what differs first is the {stage['name']}{where}{whom}, at step {stage['step']}")
+    return "; ".join(parts)
+
+
+def _scaling(console: Console, scaling: Mapping[str, Any] | None) -> None:
+    if scaling is None:
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False, title="predicted efficiency (not measured)", title_justify="left")
+    counts = (2, 8, 64, 512, 4096)
+    for head in ("network", "backend", *map(str, counts)):
+        table.add_column(head)
+    for prediction in scaling["predictions"]:
+        values = {point["replicas"]: point["value"] for point in prediction["efficiency"]}
+        table.add_row(prediction["network"], prediction["backend"], *(f"{values[count]:.2f}" for count in counts))
+    console.print(table)
+    for fit in scaling["fits"]:
+        speed = "–" if fit["gbit_per_second"] is None else f"{fit['gbit_per_second']:.3g} Gbit/s"
+        text = (
+            f"{fit['backend']}: {fit['alpha_us']:.3g} µs a message, {speed}; off by {fit['error']:.0%} where measured"
+        )
+        _say(console, text)
+
+
+def _against(console: Console, against: Mapping[str, Any] | None) -> None:
+    if against is None:
+        return
+    for line in against["numbers"]:
+        _say(console, f"CHANGED since {against['file']}: {line}")
+    for speed in against["speed"]:
+        told = _interval(speed["ratio"], ".2f")
+        _say(console, f"{speed['arm']} is {speed['verdict']} since {against['file']}: {told} of its speed then")
+    if not against["numbers"]:
+        _say(console, f"no number has changed since {against['file']}")
+
+
+def _interval(value: Mapping[str, float] | None, form: str) -> str:
+    if value is None:
+        return "–"
+    return f"{value['median']:{form}} ({value['low']:{form}}–{value['high']:{form}})"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
