@@ -40,7 +40,7 @@ def draw_speed(result: Result, look: Look) -> Figure:
         axes.barh(y, middle, height=_thickness(look), color=look.colour(i), zorder=2)
         error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
         axes.errorbar([middle], [y], xerr=error, color=look.ink, capsize=4, linewidth=1.4, zorder=4)
-        ratio = "" if arm["ratio"] is None else f"  (× {short(finite(arm['ratio']['median']))})"
+        ratio = "" if arm["ratio"] is None else f"  (× {finite(arm['ratio']['median']):.2f})"
         _value(axes, max(middle, high), y, f"{short(middle)}{ratio}")
     _names(axes, [arm["name"] for _, arm in arms], look)
     widest = max(max(finite(arm["examples_per_second"][key]) for key in ("median", "high")) for _, arm in arms)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_differences", "draw_losses", "draw_scaling"]
 
 Result = Mapping[str, Any]
+Style = dict[str, Any]
 
 
 def draw_losses(result: Result, look: Look) -> Figure:
@@ -74,9 +75,9 @@ def draw_scaling(result: Result, look: Look) -> Figure:
     colours = _colours_of_backends(result, [line["backend"] for line in series])
     timed = {fit["backend"]: {point["replicas"] for point in fit["points"]} for fit in scaling["fits"]}
     measured = [(i, arm) for i, arm in enumerate(result["arms"]) if arm["efficiency"] and arm["replicas"] > 1]
-    labels = [f"{line['backend']}, {line['network']} (predicted)" for line in series]
+    labels = [_says(line) for line in series]
     dots = any(timed.get(line["backend"]) for line in series if line["network"] == "as measured")
-    labels += ["predicted where messages were timed"] * dots + ["measured in training"] * bool(measured)
+    labels += ["sizes at which messages were timed"] * dots + ["measured in training"] * bool(measured)
     figure, axes = look.figure((270 if look.narrow else 330) + look.legend_height(labels))
     handles: list[Any] = []
     for line, width in zip(series, widths(len(series)), strict=True):
@@ -90,9 +91,15 @@ def draw_scaling(result: Result, look: Look) -> Figure:
     for i, arm in measured:
         low, middle, high = (finite(arm["efficiency"][key]) for key in ("low", "median", "high"))
         error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-        style = {"color": look.colour(i), "markerfacecolor": look.ground, "markersize": 8, "capsize": 3, "zorder": 5}
+        style: Style = {
+            "color": look.colour(i),
+            "markerfacecolor": look.ground,
+            "markersize": 8,
+            "capsize": 3,
+            "zorder": 5,
+        }
         axes.errorbar([arm["replicas"]], [middle], yerr=error, fmt="D", **style)
-    grey = {"color": look.ink, "linestyle": "none", "markersize": 8}
+    grey: Style = {"color": look.ink, "linestyle": "none", "markersize": 8}
     handles += [Line2D([], [], marker="o", **grey)] * dots
     handles += [Line2D([], [], marker="D", markerfacecolor=look.ground, **grey)] * bool(measured)
     axes.set_xscale("log", base=2)
@@ -111,9 +118,14 @@ def draw_scaling(result: Result, look: Look) -> Figure:
 def _line(axes: Axes, steps: list[int], values: list[float], look: Look, index: int, width: float) -> list[Any]:
     # A number between two gaps has no line, so it needs a dot.
     alone = len(values) - sum(map(math.isnan, values)) < 3 or any(map(math.isnan, values))
-    marker = {"marker": "o", "markersize": width + 2} if alone else {}
-    style = {"color": look.colour(index), "linewidth": width, "linestyle": DASHES[index % len(DASHES)]}
+    marker: Style = {"marker": "o", "markersize": width + 2} if alone else {}
+    style: Style = {"color": look.colour(index), "linewidth": width, "linestyle": DASHES[index % len(DASHES)]}
     return axes.plot(steps, values, dash_capstyle="butt", zorder=2 + 0.1 * index, **style, **marker)
+
+
+def _says(line: Mapping[str, Any]) -> str:
+    network = "this network" if line["network"] == "as measured" else line["network"]
+    return f"predicted: {line['backend']}, {network}"
 
 
 def _bounds(pairs: list[Any]) -> dict[str, list[float]]:

@@ -17,6 +17,8 @@ __all__ = ["DASHES", "Look", "finite", "short", "shorten", "thin", "widths"]
 _ON_LIGHT = ("#0072B2", "#D55E00", "#008A64", "#AA4499", "#8A6D00", "#56B4E9", "#5A5A5A")
 _ON_DARK = ("#56B4E9", "#FF9E4A", "#2FC79B", "#E39CC4", "#F0E442", "#5A9BD8", "#C8C8C8")
 
+_LEGEND = 46  # letters, which are as many as a phone has room for
+
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.5, 1.8)), (0, (7, 2, 1.5, 2)), (0, (3, 4)), (0, (9, 3)))
 """Line styles, so that lines differ without colours too."""
 
@@ -75,6 +77,7 @@ class Look:
             "xtick.color": self.ink,
             "ytick.color": self.ink,
             "legend.frameon": False,
+            "legend.fontsize": 11 if self.narrow else 12,
             "legend.handlelength": 2.8,
             "hatch.color": self.ground,
             "hatch.linewidth": 1.6,
@@ -101,16 +104,16 @@ class Look:
 
     def legend(self, figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
         """A legend below the axes, in as many columns as there is room for."""
-        labels = [shorten(label) for label in labels]
-        room = 7 * max(map(len, labels), default=1) + 62
-        columns = max(1, min(len(labels), (self.width - 20) // room))
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+        labels = [shorten(label, _LEGEND) for label in labels]
+        figure.legend(handles, labels, loc="outside lower left", ncols=self._columns(labels))
 
     def legend_height(self, labels: Sequence[str]) -> int:
         """About how many pixels a legend of these labels takes."""
-        room = 7 * max((len(shorten(label)) for label in labels), default=1) + 62
-        columns = max(1, min(len(labels), (self.width - 20) // room))
-        return 12 + 19 * math.ceil(len(labels) / columns)
+        return 12 + 19 * math.ceil(len(labels) / self._columns([shorten(label, _LEGEND) for label in labels]))
+
+    def _columns(self, labels: Sequence[str]) -> int:
+        room = 7 * max(map(len, labels), default=1) + 62
+        return max(1, min(len(labels), (self.width - 20) // room))
 
 
 def finite(value: Any) -> float:
@@ -124,7 +127,7 @@ def short(value: float) -> str:
         return "–"
     if value == 0:
         return "0"
-    if abs(value) >= 100:
+    if abs(value) >= 99.95:
         return f"{value:,.0f}"
     if abs(value) >= 1e-3:
         return f"{value:.3g}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def pictures(result: Result) -> list[Picture]:
     """The pictures for which the result has data."""
     arms = result["arms"]
     found = []
-    if any(finite(loss) == finite(loss) for arm in arms for loss in arm["losses"]):
+    if any(not math.isnan(finite(loss)) for arm in arms for loss in arm["losses"]):
         caption = (
             "The loss of each step. Lines are drawn thinner one after another, so that all are seen where they lie "
             "on each other; a gap is a loss that is not finite."
@@ -133,21 +134,27 @@ def _title_of_differences(result: Result) -> str:
     values = [finite(value) for pair in pairs for value in pair["loss_difference"]]
     if all(value == 0 for value in values):
         return "The losses are the same bits at every step"
-    for pair in pairs:
-        for step, (value, bound) in enumerate(zip(pair["loss_difference"], pair["bound"] or (), strict=False), 1):
-            if finite(value) > finite(bound):
-                return f"{shorten(pair['b'])} leaves the bound of rounding at step {step}"
-    known = [value for value in values if value == value]
+    outside = [(step, pair["b"]) for pair in pairs if (step := _leaves_bound(pair))]
+    if outside:
+        step, name = min(outside)
+        return f"{shorten(name)} leaves the bound of rounding at step {step}"
+    known = [value for value in values if not math.isnan(value)]
     most = f"The losses differ by up to {short(max(known))}" if known else "The losses cannot be compared"
-    bounded = known and all(pair["bound"] for pair in pairs if any(map(finite, pair["loss_difference"])))
+    bounded = len(known) == len(values) and all(pair["bound"] for pair in pairs if any(pair["loss_difference"]))
     return f"{most}, within the bound of rounding" if bounded else most
+
+
+def _leaves_bound(pair: Mapping[str, Any]) -> int:
+    """The first step at which the difference is above the bound; 0 where there is none."""
+    both = zip(pair["loss_difference"], pair["bound"] or (), strict=False)
+    return next((step for step, (value, bound) in enumerate(both, 1) if finite(value) > finite(bound)), 0)
 
 
 def _title_of_speed(result: Result) -> str:
     timed = [arm for arm in result["arms"] if arm["examples_per_second"]]
-    fastest = max(timed, key=lambda arm: finite(arm["examples_per_second"]["median"]))
+    fastest = max(timed, key=lambda arm: arm["examples_per_second"]["median"])
     title = f"Most examples per second: {shorten(fastest['name'])}"
     if fastest["name"] == result["reference"] or not fastest["ratio"]:
         return title
-    ratio = {key: short(finite(fastest["ratio"][key])) for key in ("median", "low", "high")}
-    return f"{title}, {ratio['median']} times the reference ({ratio['low']} to {ratio['high']})"
+    low, middle, high = (finite(fastest["ratio"][key]) for key in ("low", "median", "high"))
+    return f"{title}, {middle:.2f} times the reference ({low:.2f} to {high:.2f})"
