@@ -17,8 +17,8 @@ def result(steps: int = 50) -> dict[str, Any]:
     names = [*BACKENDS, f"{NASTY} x 3"]
     differences = [
         [0.0] * steps,
-        [0.0 if step < 5 else 1e-9 * 1.1**step for step in range(steps)],
-        [0.0 if step < 9 else 1e-3 * 1.1**step for step in range(steps)],
+        [0.0 if step < 5 else 1e-9 * 1.1 ** min(step, 50) for step in range(steps)],
+        [0.0 if step < 9 else 1e-3 * 1.1 ** min(step, 50) for step in range(steps)],
     ]
     curves = [losses, *([loss + d for loss, d in zip(losses, line, strict=True)] for line in differences)]
     return {
