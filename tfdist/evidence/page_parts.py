@@ -16,6 +16,7 @@ __all__ = ["Html", "details", "facts", "figure", "interval", "number", "percent"
 
 NARROW = 719
 """Up to this width of the window, in CSS pixels, the narrow pictures are shown."""
+_FIT_A_PHONE = 3  # columns
 
 
 class Html(str):
@@ -66,18 +67,19 @@ def table(
     rows = [list(row) for row in rows]
     kept = [i for i in range(len(head)) if i == 0 or any(row[i] not in ("–", "") for row in rows)]
     kind = ["" if i == 0 or i in words else ' class="number"' for i in range(len(head))]
-    lines = [f"<caption>{safe(caption)}</caption>"] if caption else []
-    lines.append(
-        "<thead><tr>" + "".join(f'<th scope="col"{kind[i]}>{safe(head[i])}</th>' for i in kept) + "</tr></thead>"
-    )
-    lines.append("<tbody>")
+    lines = [
+        "<thead><tr>" + "".join(f'<th scope="col"{kind[i]}>{safe(head[i])}</th>' for i in kept) + "</tr></thead>",
+        "<tbody>",
+    ]
     for row in rows:
         cells = "".join(f"<td{kind[i]}>{safe(row[i])}</td>" for i in kept[1:])
         lines.append(f'<tr><th scope="row">{safe(row[0])}</th>{cells}</tr>')
     lines.append("</tbody>")
     # With a keyboard, a box scrolls only when it can have the focus.
     box = f'<div class="box" role="region" tabindex="0" aria-label="{safe(label or caption)}">'
-    return Html(box + "<table>\n" + "\n".join(lines) + "\n</table></div>")
+    above = f'<p class="quiet">{safe(caption)}</p>\n' if caption else ""
+    below = '\n<p class="quiet hint">This table scrolls sideways.</p>' if len(kept) > _FIT_A_PHONE else ""
+    return Html(f"{above}{box}<table>\n" + "\n".join(lines) + f"\n</table></div>{below}")
 
 
 def facts(values: Mapping[str, object]) -> Html:

@@ -15,7 +15,7 @@ STYLE = """
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
-main { max-width: 60rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: clamp(2.6rem, 9vw, 4rem); line-height: 1.1; margin: .3rem 0 .6rem; overflow-wrap: normal; }
 h2 { font-size: 1.35rem; line-height: 1.25; margin: 2.6rem 0 .8rem; padding-top: 1rem;
   border-top: 1px solid var(--line); }
@@ -24,19 +24,20 @@ p { margin: .5rem 0; max-width: 46rem; }
 .same { color: var(--same); } .rounding { color: var(--rounding); }
 .different { color: var(--different); } .unknown { color: var(--unknown); }
 .lead { font-size: 1.15rem; }
-.quiet, figcaption, small, caption { color: var(--quiet); }
+.quiet, figcaption, small { color: var(--quiet); }
 .label { display: inline-block; border: 1px solid currentColor; border-radius: .3rem; padding: 0 .4rem;
   font-size: .85rem; font-weight: 600; }
 .box { overflow-x: auto; border: 1px solid var(--line); border-radius: .4rem; margin: .8rem 0; }
 .box:focus-visible { outline: 2px solid var(--rounding); }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; line-height: 1.35; overflow-wrap: normal; }
-caption { text-align: left; padding: .5rem .7rem; }
 th, td { text-align: left; vertical-align: top; padding: .45rem .7rem; border-top: 1px solid var(--line); }
 thead th { border-top: 0; background: var(--box); vertical-align: bottom; font-weight: 600; }
-caption + thead th { border-top: 1px solid var(--line); }
+tr > :first-child { position: sticky; left: 0; background: var(--ground); }
+thead tr > :first-child { background: var(--box); }
+.hint { display: none; }
 tbody th { font-weight: 600; min-width: 8.5rem; overflow-wrap: anywhere; }
 td { white-space: nowrap; }
-td.words, td:not(.number) { white-space: normal; min-width: 7rem; }
+td:not(.number) { white-space: normal; min-width: 7rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 small { font-size: .82rem; font-weight: 400; }
 code, pre { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .86em; }
@@ -51,5 +52,6 @@ dt { color: var(--quiet); font-size: .85rem; }
 dd { margin: 0; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; padding: .3rem 0; font-weight: 600; }
-@media (max-width: 719px) { img { width: 100%; max-width: 30rem; } dl { grid-template-columns: 1fr 1fr; } }
+@media (max-width: 719px) { .hint { display: block; } th, td { padding: .4rem .5rem; }
+  img { width: 100%; max-width: 30rem; } dl { grid-template-columns: 1fr 1fr; } }
 """

@@ -44,7 +44,7 @@ def arms(result: Result) -> Html:
             number(arm["startup_seconds"]),
             number(arm["seconds_to_quality"]),
             _loss(arm["losses"]),
-            Html("<br>").join(safe(line) for line in _flat(arm["metrics"])),
+            Html("<br>".join(safe(line) for line in _flat(arm["metrics"]))),
             _hash(arm["state_sha256"]),
             _hash(arm["weights_sha256"]),
         ]

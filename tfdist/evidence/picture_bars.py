@@ -39,7 +39,9 @@ def draw_speed(result: Result, look: Look) -> Figure:
         low, middle, high = (finite(arm["examples_per_second"][key]) for key in ("low", "median", "high"))
         axes.barh(y, middle, height=_thickness(look), color=look.colour(i), zorder=2)
         error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-        axes.errorbar([middle], [y], xerr=error, color=look.ink, capsize=4, linewidth=1.4, zorder=4)
+        for colour, width in ((look.ground, 4.5), (look.ink, 1.4)):  # an edge, so that it is seen on the bar too
+            style: dict[str, Any] = {"elinewidth": width, "capsize": 5, "capthick": width}
+            axes.errorbar([middle], [y], xerr=error, color=colour, fmt="none", zorder=4, **style)
         ratio = "" if arm["ratio"] is None else f"  (× {finite(arm['ratio']['median']):.2f})"
         _value(axes, max(middle, high), y, f"{short(middle)}{ratio}")
     _names(axes, [arm["name"] for _, arm in arms], look)
