@@ -29,14 +29,16 @@ p { margin: .5rem 0; max-width: 46rem; }
   font-size: .85rem; font-weight: 600; }
 .box { overflow-x: auto; border: 1px solid var(--line); border-radius: .4rem; margin: .8rem 0; }
 .box:focus-visible { outline: 2px solid var(--rounding); }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; line-height: 1.35; overflow-wrap: normal; }
-th, td { text-align: left; vertical-align: top; padding: .45rem .7rem; border-top: 1px solid var(--line); }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .92rem;
+  line-height: 1.35; overflow-wrap: normal; }
+th, td { text-align: left; vertical-align: top; padding: .45rem .55rem; border-top: 1px solid var(--line); }
 thead th { border-top: 0; background: var(--box); vertical-align: bottom; font-weight: 600; }
 tr > :first-child { position: sticky; left: 0; background: var(--ground); }
 thead tr > :first-child { background: var(--box); }
 .hint { display: none; }
 tbody th { font-weight: 600; min-width: 8.5rem; overflow-wrap: anywhere; }
 td { white-space: nowrap; }
+.line { white-space: nowrap; }
 td:not(.number) { white-space: normal; min-width: 7rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 small { font-size: .82rem; font-weight: 400; }

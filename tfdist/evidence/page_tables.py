@@ -13,6 +13,7 @@ __all__ = ["against", "arms", "fits", "pairs", "predictions", "time_split", "var
 
 Result = Mapping[str, Any]
 
+_WORDS = (9, 10, 11)  # columns of the table of arms that hold no numbers
 _MOST_VARIABLES = 10
 _KINDS = {"same bits": "same", "rounding": "rounding", "different": "different", "not comparable": "unknown"}
 
@@ -44,7 +45,7 @@ def arms(result: Result) -> Html:
             number(arm["startup_seconds"]),
             number(arm["seconds_to_quality"]),
             _loss(arm["losses"]),
-            Html("<br>".join(safe(line) for line in _flat(arm["metrics"]))),
+            Html("<br>".join(f'<span class="line">{safe(line)}</span>' for line in _flat(arm["metrics"]))),
             _hash(arm["state_sha256"]),
             _hash(arm["weights_sha256"]),
         ]
@@ -55,7 +56,7 @@ def arms(result: Result) -> Html:
         low, high = (finite(result["noise"][key]) for key in ("low", "high"))
         noise = f" The reference against itself: {low:.2f} to {high:.2f} (noise)."
     says = "Medians with 95 % intervals; ratio: speed over that of the reference, above 1 is faster." + noise
-    return table(says if result["rounds"] else "", head, rows, words=(9, 10, 11), label="Arms")
+    return table(says if result["rounds"] else "", head, rows, words=_WORDS, label="Arms")
 
 
 def pairs(result: Result) -> Html:
