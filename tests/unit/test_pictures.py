@@ -15,7 +15,7 @@ import pytest
 from tests.comparison_result import NASTY, all_equal, result, without
 from tests.jobs import ROOT
 from tfdist.errors import EnvironmentProblem
-from tfdist.evidence.picture_look import Look, finite, short, shorten, thin, widths
+from tfdist.evidence.picture_look import Look, finite, peaks, short, shorten, thin, widths
 from tfdist.evidence.pictures import as_svg, pictures, write_pngs
 
 ALL = ["losses", "differences", "speed", "step-time", "predicted-scaling"]
@@ -108,6 +108,10 @@ def test_long_curves_keep_their_extremes() -> None:
     assert len(steps) <= 302 and steps[0] == 1 and steps[-1] == 10_000
     assert {1235, 5679} <= set(steps)
     assert [values[step - 1] for step in steps] == kept
+    steps, kept = peaks(values)
+    assert len(steps) == 100 and 1235 in steps and 5679 not in steps
+    assert [values[step - 1] for step in steps] == kept
+    assert peaks([1.0, 3.0, 2.0]) == ([1, 2, 3], [1.0, 3.0, 2.0])
     _, gaps = thin([math.nan] * 1000)
     assert gaps and all(map(math.isnan, gaps))
 

@@ -16,7 +16,7 @@ __all__ = ["Html", "details", "facts", "figure", "interval", "number", "percent"
 
 NARROW = 719
 """Up to this width of the window, in CSS pixels, the narrow pictures are shown."""
-_FIT_A_PHONE = 3  # columns
+_FIT_A_PHONE = 4  # columns
 
 
 class Html(str):

@@ -82,6 +82,7 @@ def pairs(result: Result) -> Html:
 def variables(result: Result) -> Html:
     """The variables of each pair that differ most at the end."""
     parts = []
+    worst = next((pair["b"] for pair in result["pairs"] if pair["verdict"] == "different"), None)
     for pair in result["pairs"]:
         lines = pair["variables"][:_MOST_VARIABLES]
         if not lines:
@@ -94,7 +95,7 @@ def variables(result: Result) -> Html:
         ]
         content = table("", ["variable", "absolute", "relative", "ulps"], rows, label=f"Variables of {pair['b']}")
         summary = f"{pair['b']}: variables with the largest differences at the end"
-        parts.append(details(summary, content, opened=pair["verdict"] == "different"))
+        parts.append(details(summary, content, opened=pair["b"] == worst))
     return Html("\n".join(parts))
 
 

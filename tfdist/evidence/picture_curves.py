@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tfdist.evidence.picture_look import DASHES, Look, finite, short, thin, widths
+from tfdist.evidence.picture_look import DASHES, Look, finite, peaks, short, thin, widths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,9 @@ __all__ = ["draw_differences", "draw_losses", "draw_scaling"]
 Result = Mapping[str, Any]
 Style = dict[str, Any]
 
+_LONG = 100  # steps, above which wide lines would hide how a curve goes up and down
+_POINTS = 1200  # of all curves together, so that pages stay small
+
 
 def draw_losses(result: Result, look: Look) -> Figure:
     """The losses of all arms on each other: lines get thinner, and dashes show those below."""
@@ -24,8 +27,10 @@ def draw_losses(result: Result, look: Look) -> Figure:
     labels = [arm["name"] for _, arm in arms]
     figure, axes = look.figure((250 if look.narrow else 320) + look.legend_height(labels))
     lines = []
-    for (i, arm), width in zip(arms, widths(len(arms)), strict=True):
-        steps, losses = thin([finite(loss) for loss in arm["losses"]])
+    long = max(len(arm["losses"]) for _, arm in arms) > _LONG
+    points = max(60, _POINTS // len(arms))
+    for (i, arm), width in zip(arms, widths(len(arms), 4.5 if long else 6.5), strict=True):
+        steps, losses = thin([finite(loss) for loss in arm["losses"]], points)
         lines += _line(axes, steps, losses, look, i, width)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -43,13 +48,13 @@ def draw_differences(result: Result, look: Look) -> Figure:
     figure, axes = look.figure((260 if look.narrow else 320) + look.legend_height(labels))
     floor = _floor([value for pair in pairs for value in (*pair["loss_difference"], *(pair["bound"] or ()))])
     lines = []
-    for pair, width in zip(pairs, widths(len(pairs)), strict=True):
+    for pair, width in zip(pairs, widths(len(pairs), 4.5), strict=True):
         values = [finite(value) for value in pair["loss_difference"]]
-        steps, values = thin([floor if value == 0 else value for value in values])
+        steps, values = peaks([floor if value == 0 else value for value in values])
         lines += _line(axes, steps, values, look, index.get(pair["b"], 0), width)
     for number, (name, bound) in enumerate(bounds.items()):
         colour = look.ink if len(bounds) == 1 else look.colour(index.get(name, 0))
-        steps, values = thin([finite(value) or math.nan for value in bound])
+        steps, values = peaks([finite(value) or math.nan for value in bound])
         drawn = axes.plot(steps, values, color=colour, linewidth=1.3, linestyle=(0, (4, 3)), zorder=5)
         lines += drawn if number == 0 else []
     axes.axhline(floor, color=look.ink, linewidth=0.9, zorder=1)
@@ -80,11 +85,11 @@ def draw_scaling(result: Result, look: Look) -> Figure:
     labels += ["sizes at which messages were timed"] * dots + ["measured in training"] * bool(measured)
     figure, axes = look.figure((270 if look.narrow else 330) + look.legend_height(labels))
     handles: list[Any] = []
-    for line, width in zip(series, widths(len(series)), strict=True):
+    for line, width in zip(series, widths(len(series), 4.0), strict=True):
         at = {point["replicas"]: finite(point["value"]) for point in line["efficiency"]}
         dashes = DASHES[networks.index(line["network"]) % len(DASHES)]
         colour = look.colour(colours[line["backend"]])
-        handles += axes.plot(list(at), list(at.values()), color=colour, linewidth=0.6 * width + 0.6, linestyle=dashes)
+        handles += axes.plot(list(at), list(at.values()), color=colour, linewidth=width, linestyle=dashes)
         if line["network"] == "as measured":
             sizes = [size for size in at if size in timed.get(line["backend"], ())]
             axes.plot(sizes, [at[size] for size in sizes], "o", color=colour, markersize=8, zorder=4)

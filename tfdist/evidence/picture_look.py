@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DASHES", "Look", "finite", "short", "shorten", "thin", "widths"]
+__all__ = ["DASHES", "Look", "finite", "peaks", "short", "shorten", "thin", "widths"]
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; darker or lighter where the ground needs it.
 _ON_LIGHT = ("#0072B2", "#D55E00", "#008A64", "#AA4499", "#8A6D00", "#56B4E9", "#5A5A5A")
@@ -142,9 +142,11 @@ def shorten(name: str, length: int = 38) -> str:
     return f"{name[: length - 14]}…{name[-13:]}"
 
 
-def widths(count: int) -> list[float]:
+def widths(count: int, widest: float = 6.5) -> list[float]:
     """Line widths that decrease, so that of lines on each other all are seen."""
-    return [6.5 - 5.0 * i / max(1, count - 1) if count > 1 else 2.0 for i in range(count)]
+    if count == 1:
+        return [2.0]
+    return [widest - (widest - 1.4) * i / (count - 1) for i in range(count)]
 
 
 def thin(values: Sequence[float], points: int = 300) -> tuple[list[int], list[float]]:
@@ -152,11 +154,22 @@ def thin(values: Sequence[float], points: int = 300) -> tuple[list[int], list[fl
     if len(values) <= points:
         return list(range(1, len(values) + 1)), list(values)
     kept: set[int] = {0, len(values) - 1}
-    stretches = points // 2
-    for i in range(stretches):
-        stretch = range(i * len(values) // stretches, (i + 1) * len(values) // stretches)
+    for stretch in _stretches(len(values), points // 2):
         there = [j for j in stretch if not math.isnan(values[j])]
         # A stretch without numbers stays a gap.
         kept |= {min(there, key=values.__getitem__), max(there, key=values.__getitem__)} if there else {stretch[0]}
     steps = sorted(kept)
     return [j + 1 for j in steps], [values[j] for j in steps]
+
+
+def peaks(values: Sequence[float], points: int = 100) -> tuple[list[int], list[float]]:
+    """Steps (from 1) and values of a curve, of long ones only the greatest of each stretch."""
+    steps = []
+    for stretch in _stretches(len(values), min(points, len(values))):
+        there = [j for j in stretch if not math.isnan(values[j])]
+        steps.append(max(there, key=values.__getitem__) if there else stretch[0])
+    return [j + 1 for j in steps], [values[j] for j in steps]
+
+
+def _stretches(length: int, count: int) -> list[range]:
+    return [range(i * length // count, (i + 1) * length // count) for i in range(count)]
