@@ -44,7 +44,8 @@ def draw_differences(result: Result, look: Look) -> Figure:
     index = {arm["name"]: i for i, arm in enumerate(result["arms"])}
     pairs = [pair for pair in result["pairs"] if pair["loss_difference"]]
     bounds = _bounds(pairs)
-    labels = [pair["b"] for pair in pairs] + ["bound of rounding"] * bool(bounds)
+    labels = [pair["b"] for pair in pairs]
+    labels += ["bound of rounding" if len(bounds) == 1 else "bounds of rounding, in the arms' colours"] * bool(bounds)
     figure, axes = look.figure((260 if look.narrow else 320) + look.legend_height(labels))
     floor = _floor([value for pair in pairs for value in (*pair["loss_difference"], *(pair["bound"] or ()))])
     lines = []

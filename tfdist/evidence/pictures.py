@@ -54,7 +54,7 @@ def pictures(result: Result) -> list[Picture]:
     if any(pair["loss_difference"] for pair in result["pairs"]):
         caption = (
             f"How far the loss of each step is from that of {result['reference']}, on a logarithmic scale. "
-            "Steps with exactly the same loss lie on the line at the bottom. Of long runs each stretch shows its largest."
+            "Steps with the same loss lie on the line at the bottom. Of long runs each stretch shows its largest."
         )
         found.append(Picture("differences", _title_of_differences(result), caption, draw_differences))
     if any(arm["examples_per_second"] for arm in arms):
