@@ -93,7 +93,8 @@ def _run(
     command: CompareCommand, train: TrainCommand, runner: Runner, arms: Sequence[Arm], bar: _Bar
 ) -> tuple[dict[str, Any], list[str]]:
     timed_arms = 2 * len(arms) + 1
-    collectives = [arm for arm in arms if arm.replicas > 1 and not arm.asynchronous] if command.rounds else []
+    spanning = [arm for arm in arms if BACKENDS[arm.backend].processes and not arm.asynchronous and arm.replicas > 1]
+    collectives = spanning if command.rounds else []
     bar.total(len(arms) + 1 + command.rounds * timed_arms + len(collectives))
     assert train.steps is not None
     ran: dict[Arm, Ran] = {}

@@ -101,7 +101,10 @@ def scaling(
     ran: Mapping[Arm, Ran],
     networks: Sequence[str],
 ) -> dict[str, Any] | None:
-    """Efficiency with more replicas, predicted from a step without communication and from measured all-reduces."""
+    """Efficiency with more replicas, predicted from a step without communication and from measured all-reduces.
+
+    Of backends that span processes; one process has no network.
+    """
     points: dict[str, list[Point]] = {}
     for arm, found in measured.items():
         for point in (found or {}).get("points", []):
@@ -141,9 +144,8 @@ def _smooth(report: Mapping[str, Any]) -> np.ndarray:
     """The mean loss of the last ten steps, at each step."""
     losses = np.array([np.nan if loss is None else loss for loss in report["losses"]])
     sums = np.cumsum(losses)
-    return (sums - np.concatenate([np.zeros(min(10, len(sums))), sums[:-10]])) / np.minimum(
-        np.arange(len(sums)) + 1, 10
-    )
+    before = np.concatenate([np.zeros(min(10, len(sums))), sums[:-10]])
+    return np.asarray((sums - before) / np.minimum(np.arange(len(sums)) + 1, 10))
 
 
 def _seconds_until(report: Mapping[str, Any], loss: float) -> float | None:
