@@ -58,6 +58,8 @@ def test_every_backend_and_number_of_replicas_gives_the_same_bits(results: Any, 
 
 def test_a_run_that_changes_its_number_of_replicas_ends_with_the_bits_of_one_that_does_not(results: Any) -> None:
     straight = results["one_device 1"]["cnn"]
-    for who, cases in results.items():
-        assert len(cases["resumed"]["losses"]) == 2, who  # after four on mirrored
-        assert cases["resumed"]["state_sha256"] == straight["state_sha256"], who
+    resumed = {who: cases["resumed"] for who, cases in results.items() if "resumed" in cases}
+    assert len(resumed) >= 2
+    for who, case in resumed.items():
+        assert len(case["losses"]) == 2, who  # after four on mirrored
+        assert case["state_sha256"] == straight["state_sha256"], who
