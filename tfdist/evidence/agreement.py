@@ -94,7 +94,12 @@ def agree(a: Trace, b: Trace, bound: Bound | None) -> dict[str, Any]:
     stage = None
     if same:
         verdict = "same bits"
-    elif bound is not None and differences is not None and _within(differences, variables, bound):
+    elif (
+        _same_variables(a, b)
+        and bound is not None
+        and differences is not None
+        and _within(differences, variables, bound)
+    ):
         verdict = "rounding"
     else:
         verdict = "different"
@@ -107,6 +112,10 @@ def agree(a: Trace, b: Trace, bound: Bound | None) -> dict[str, Any]:
         "first": first,
         "stage": None if stage is None else dataclasses.asdict(stage),
     }
+
+
+def _same_variables(a: Trace, b: Trace) -> bool:
+    return all(a[kind].tolist() == b[kind].tolist() for kind in ("variables", "trained"))
 
 
 def _within(differences: np.ndarray, variables: list[dict[str, Any]], bound: Bound) -> bool:
@@ -137,7 +146,7 @@ def _first(a: Trace, b: Trace) -> dict[str, Any] | None:
 def find_stage(a: Trace, b: Trace, bound: Bound | None) -> Stage | None:
     """What is not the same first, beyond rounding: initial weights, batch, local or reduced gradients, or update."""
     names, trained = a["variables"].tolist(), a["trained"].tolist()
-    if names != b["variables"].tolist() or trained != b["trained"].tolist():
+    if not _same_variables(a, b):
         return Stage("initial weights", 0, (_first(a, b) or {}).get("variable"))
     usual = a["initial"][0]
     for run in (a, b):

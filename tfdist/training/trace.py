@@ -52,14 +52,24 @@ def see(values: Sequence[Gradient], pieces: int | None = None) -> Seen:
 
 def see_batch(batch: Any) -> tf.Tensor:
     """A checksum of the rows of a batch that does not depend on their order or distribution; int64 (traced)."""
-    total = tf.constant(0, tf.int64)
-    for number, value in enumerate(tf.nest.flatten(batch, expand_composites=True)):
-        if value.dtype == tf.string:
-            value = tf.strings.to_hash_bucket_fast(value, 2**62)
-        flat = tf.reshape(_bits(value), [tf.shape(value)[0], -1]) if value.shape.rank else _bits(value)[None, None]
-        rows = tf.reduce_sum(flat * _weights(tf.shape(flat)[1]), 1)
-        total += tf.reduce_sum(_mixed(rows + number))
-    return total
+    total: tf.Tensor = tf.constant(0, tf.int64)
+    for value in tf.nest.flatten(batch):  # what belongs to one example is mixed, so that it belongs together
+        total = _mixed(total + _of_rows(value)) + 1
+    return tf.reduce_sum(total)
+
+
+def _of_rows(value: Any) -> tf.Tensor:
+    """A number for each row of a dense, ragged or sparse tensor."""
+    if isinstance(value, tf.RaggedTensor):
+        padded = tf.ragged.map_flat_values(_bits, value).to_tensor()  # a zero adds nothing
+        return _of_rows(padded) + _mixed(value.row_lengths())
+    if isinstance(value, tf.SparseTensor):
+        places = tf.reduce_sum(value.indices[:, 1:] * _weights(tf.shape(value.indices)[1] - 1), 1)
+        return tf.math.unsorted_segment_sum(
+            _mixed(_mixed(places) + _bits(value.values)), value.indices[:, 0], value.dense_shape[0]
+        )
+    flat = tf.reshape(_bits(value), [tf.shape(value)[0], -1])
+    return tf.reduce_sum(flat * _weights(tf.shape(flat)[1]), 1)
 
 
 def _tell(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -81,7 +91,9 @@ def _mixed(numbers: tf.Tensor) -> tf.Tensor:
 
 
 def _bits(value: tf.Tensor) -> tf.Tensor:
-    """The bits of each element as an int64."""
+    """The bits of each element as an int64; of a text a hash."""
+    if value.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(value, 2**62)
     if value.dtype.is_integer or value.dtype.is_bool:
         return tf.cast(value, tf.int64)
     kind = {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size]
