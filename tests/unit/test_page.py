@@ -53,7 +53,7 @@ def test_a_full_page(tmp_path: Path) -> None:
     page, text = written(result(), tmp_path)
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
     assert text.index("≠ Different") < text.index("Arms") < text.index("Predicted scaling") < text.index("What ran")
-    assert f"{NASTY} x 3 leaves horovod x 2 at step 10, in the reduced gradients on rank 1" in text
+    assert f"{NASTY} x 3 leaves horovod x 2 at step 10, in the reduced gradients on replica 1" in text
     assert "Fastest: mirrored x 2, 4,051 examples per second, 1.14 times horovod x 2 (1.08 to 1.20)." in text
     assert "Efficiencies in this section are predicted, not measured." in text
     for content in (

@@ -22,10 +22,12 @@ from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.evidence import against, compare_table, speed
 from tfdist.evidence.agreement import Bound, agree, gamma
 from tfdist.evidence.arms import Arm, Ran, Runner
+from tfdist.evidence.pictures import require_matplotlib
 from tfdist.evidence.runs import missing
+from tfdist.evidence.scaling import parse_network
 from tfdist.evidence.speed import Timed
 from tfdist.strategies.table import BACKENDS
-from tfdist.training.report import versions, without_nan
+from tfdist.training.report import check_writable, versions, without_nan
 
 __all__ = ["compare", "pairs_of", "plan"]
 
@@ -45,6 +47,12 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
         UsageError, EnvironmentProblem: the runs cannot be compared, or a backend does not work here.
     """
     before = None if command.against is None else against.read(command.against)
+    for network in command.network:
+        parse_network(network)
+    if command.html is not None or command.png is not None:
+        require_matplotlib()
+    if command.png is not None:
+        check_writable(command.png / "losses.png" if command.png.is_dir() else command.png, "png")
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=150)

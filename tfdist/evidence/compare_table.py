@@ -12,12 +12,15 @@ from rich.text import Text
 
 __all__ = ["show"]
 
+_WIDE = 150
+
 _COLOURS = {"same bits": "bold green", "rounding": "green", "not comparable": "yellow", "different": "bold red"}
 
 
 def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -> None:
     """Print it."""
-    console.print(_arms(result))
+    for table in _arms(result, console.width):
+        console.print(table)
     console.print(_pairs(result))
     for pair in result["pairs"]:
         for text in (_parting(pair), pair["note"]):
@@ -33,41 +36,54 @@ def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -
     console.print(Text("verdict: ") + Text(result["verdict"], style=_COLOURS[result["verdict"]]))
 
 
-def _arms(result: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("run", no_wrap=True)
-    timed = any(arm["step_ms"] for arm in result["arms"])
-    heads = ["last loss", "weights"]
-    heads += [
-        "examples/s",
-        f"speed over\n{result['reference']}",
-        "efficiency",
-        "input/compute/\ncommunication/own (ms)",
-    ]
-    heads += ["memory\n(MB)", "start-up\n(s)"]
-    for head in heads if timed else heads[:2]:
-        table.add_column(head, justify="right", overflow="fold")
-    for arm in result["arms"]:
-        last = arm["losses"][-1] if arm["losses"] else None
-        cells = ["–" if last is None else f"{last:.6g}", (arm["weights_sha256"] or "–")[:8]]
-        if timed:
-            split = arm["split_ms"]
-            cells += [
-                _interval(arm["examples_per_second"], ".0f"),
-                _interval(arm["ratio"], ".2f"),
-                _interval(arm["efficiency"], ".2f"),
-                "–" if split is None else " / ".join(f"{value:.2f}" for value in split.values()),
-                "–" if arm["memory_mb"] is None else f"{arm['memory_mb']:.0f}",
-                "–" if arm["startup_seconds"] is None else f"{arm['startup_seconds']:.1f}",
+def _arms(result: Mapping[str, Any], width: int) -> list[Table]:
+    """What each run gave; in several tables where one would be too wide."""
+    groups = [[("last loss", _last_loss), ("weights", lambda arm: (arm["weights_sha256"] or "–")[:8])]]
+    if any(arm["step_ms"] for arm in result["arms"]):
+        groups.append(
+            [
+                ("examples/s", lambda arm: _interval(arm["examples_per_second"], ".0f")),
+                (f"speed over\n{result['reference']}", lambda arm: _interval(arm["ratio"], ".2f")),
+                ("efficiency", lambda arm: _interval(arm["efficiency"], ".2f")),
             ]
-        table.add_row(arm["name"], *cells)
-    return table
+        )
+        groups.append(
+            [
+                ("input / compute /\ncommunication / own (ms)", _split),
+                ("memory\n(MB)", lambda arm: _number(arm["memory_mb"], ".0f")),
+                ("start-up\n(s)", lambda arm: _number(arm["startup_seconds"], ".1f")),
+            ]
+        )
+    if width >= _WIDE:
+        groups = [[column for group in groups for column in group]]
+    tables = []
+    for group in groups:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        table.add_column("run", overflow="fold")
+        for head, _ in group:
+            table.add_column(head, justify="right", no_wrap=True)
+        for arm in result["arms"]:
+            table.add_row(arm["name"], *(told(arm) for _, told in group))
+        tables.append(table)
+    return tables
+
+
+def _last_loss(arm: Mapping[str, Any]) -> str:
+    return _number(arm["losses"][-1] if arm["losses"] else None, ".6g")
+
+
+def _split(arm: Mapping[str, Any]) -> str:
+    return "–" if arm["split_ms"] is None else " / ".join(f"{value:.2f}" for value in arm["split_ms"].values())
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
 
 
 def _pairs(result: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for head in ("compared", "verdict"):
-        table.add_column(head, no_wrap=True)
+    table.add_column("compared", overflow="fold", min_width=25)
+    table.add_column("verdict", no_wrap=True)
     for head in (
         "largest difference\nof a loss",
         "rounding may\nmake it",
@@ -80,7 +96,7 @@ def _pairs(result: Mapping[str, Any]) -> Table:
         worst = max(known, key=lambda v: v["absolute"], default=None)
         differences = [d for d in pair["loss_difference"] if d is not None]
         table.add_row(
-            f"{pair['a']} – {pair['b']}",
+            f"{pair['a']}\n{pair['b']}",
             Text(pair["verdict"], style=_COLOURS[pair["verdict"]]),
             f"{max(differences):.2g}" if differences else "–",
             f"{pair['bound'][-1]:.2g}" if pair["bound"] else "–",

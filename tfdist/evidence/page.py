@@ -47,7 +47,7 @@ def write_page(result: Result, path: Path) -> None:
     body = [
         _verdict(result),
         section("Arms", arms(result)),
-        section(f"Each arm against {result['reference']}", pairs(result), variables(result)),
+        section("Do they agree", pairs(result), variables(result)),
         section("Pictures", *drawn.values(), time_split(result)),
         _scaling(result, scaling_picture),
         against(result),
@@ -68,11 +68,13 @@ def write_page(result: Result, path: Path) -> None:
 def _verdict(result: Result) -> Html:
     kind, sign, heading, meaning = _VERDICTS[result["verdict"]]
     size = f"{result['steps']} steps of {result['global_batch_size']} examples"
+    problems = result.get("problems", ())
     lines = [
         f'<p class="quiet">tfdist compare · {safe(result["task"])} · {safe(size)}</p>',
         f'<h1 id="verdict" class="{kind}"><span aria-hidden="true">{sign}</span> {safe(heading)}</h1>',
         f'<p class="lead">{safe(meaning)}</p>',
         *(f'<p class="lead">{line}</p>' for line in map(_parting, result["pairs"]) if line),
+        *(f'<p class="lead">Failed: {safe(problem)}</p>' for problem in problems),
         f'<p class="lead">{_fastest(result)}</p>',
     ]
     return Html("<header>\n" + "\n".join(lines) + "\n</header>")
@@ -88,7 +90,7 @@ def _parting(pair: Mapping[str, Any]) -> str:
     line = f"<strong>{safe(pair['b'])}</strong> leaves {safe(pair['a'])} at step {(stage or first)['step']}"
     if stage is not None:
         line += f", in the {safe(stage['name'])}" if stage["name"] != "batch" else ", with another batch"
-        line += f" on rank {stage['rank']}" if stage["rank"] is not None else ""
+        line += f" on replica {stage['rank']}" if stage["rank"] is not None else ""
     variable = (stage or first)["variable"]
     return line + (f": <code>{safe(variable)}</code>." if variable else ".")
 

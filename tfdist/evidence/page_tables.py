@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,15 +61,15 @@ def arms(result: Result) -> Html:
 
 
 def pairs(result: Result) -> Html:
-    """The verdict of each arm against the reference."""
-    head = ["arm", "verdict", "largest difference of a loss", "bits part first", "stage", "note"]
+    """The verdict of each pair of arms."""
+    head = ["compared", "verdict", "largest difference of a loss", "bits part first", "stage", "note"]
     rows = []
     for pair in result["pairs"]:
         verdict = Html(f'<strong class="{_KINDS[pair["verdict"]]}">{safe(pair["verdict"])}</strong>')
         known = [value for value in map(finite, pair["loss_difference"]) if value == value]
         rows.append(
             [
-                pair["b"],
+                f"{pair['a']} – {pair['b']}",
                 verdict,
                 number(max(known)) if known else Html("–"),
                 _place(pair["first"]),
@@ -84,10 +85,11 @@ def variables(result: Result) -> Html:
     parts = []
     worst = next((pair["b"] for pair in result["pairs"] if pair["verdict"] == "different"), None)
     for pair in result["pairs"]:
-        lines = pair["variables"][:_MOST_VARIABLES]
-        if not lines:
+        if not pair["variables"]:
             continue
-        if not any(line["absolute"] or line["ulps"] for line in lines):
+        apart = [line for line in pair["variables"] if line["absolute"] is None or line["absolute"] or line["ulps"]]
+        lines = sorted(apart, key=_size, reverse=True)[:_MOST_VARIABLES]
+        if not lines:
             parts.append(Html(f'<p class="quiet">{safe(pair["b"])}: all variables are the same at the end.</p>'))
             continue
         rows = [
@@ -97,6 +99,11 @@ def variables(result: Result) -> Html:
         summary = f"{pair['b']}: variables with the largest differences at the end"
         parts.append(details(summary, content, opened=pair["b"] == worst))
     return Html("\n".join(parts))
+
+
+def _size(line: Mapping[str, Any]) -> float:
+    """The relative difference; those that cannot be taken come first."""
+    return math.inf if line["relative"] is None else float(line["relative"])
 
 
 def time_split(result: Result) -> Html:
@@ -191,7 +198,7 @@ def _place(first: Mapping[str, Any] | None) -> Html:
 def _stage(stage: Mapping[str, Any] | None) -> Html:
     if stage is None:
         return Html("–")
-    rank = "" if stage["rank"] is None else f" on rank {stage['rank']}"
+    rank = "" if stage["rank"] is None else f" on replica {stage['rank']}"
     return Html(f"{safe(stage['name'])}<br><small>step {safe(stage['step'])}{safe(rank)}</small>")
 
 

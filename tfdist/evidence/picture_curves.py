@@ -59,9 +59,9 @@ def draw_differences(result: Result, look: Look) -> Figure:
         drawn = axes.plot(steps, values, color=colour, linewidth=1.3, linestyle=(0, (4, 3)), zorder=5)
         lines += drawn if number == 0 else []
     axes.axhline(floor, color=look.ink, linewidth=0.9, zorder=1)
-    axes.set_yscale("log")
     _, top = axes.get_ylim()
     axes.set_ylim(floor / 3, max(top, floor * 1e3))
+    axes.set_yscale("log")
     _powers_of_ten(axes, floor)
     axes.set_xlabel("step")
     axes.set_ylabel("difference of the loss")

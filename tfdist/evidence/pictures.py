@@ -23,7 +23,7 @@ from tfdist.evidence.picture_look import Look, finite, short, shorten
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Picture", "as_svg", "pictures", "write_pngs"]
+__all__ = ["Picture", "as_svg", "pictures", "require_matplotlib", "write_pngs"]
 
 Result = Mapping[str, Any]
 
@@ -109,11 +109,16 @@ def as_svg(picture: Picture, result: Result, look: Look) -> str:
     return re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
 
 
+def require_matplotlib() -> None:
+    """Raises EnvironmentProblem where there is no Matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentProblem("the pictures need Matplotlib, which is not installed. Run: pip install matplotlib")
+
+
 @contextmanager
 def _settings(look: Look) -> Iterator[None]:
     """Matplotlib with the look's settings, whatever a user's own are."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EnvironmentProblem("the pictures need Matplotlib, which is not installed. Run: pip install matplotlib")
+    require_matplotlib()
     import matplotlib
 
     with matplotlib.rc_context():
