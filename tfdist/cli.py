@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -151,6 +152,7 @@ def _check(command: CheckCommand, identity: Identity) -> int:
 
     if command.json is not None:
         check_writable(command.json, "json")
+    _leave_on_sigterm()
     return 0 if check(command) else 1
 
 
@@ -164,7 +166,13 @@ def _chaos(arguments: Sequence[str], identity: Identity) -> int:
 
     if command.json is not None:
         check_writable(command.json, "json")
+    _leave_on_sigterm()
     return 0 if chaos(command) else 1
+
+
+def _leave_on_sigterm() -> None:
+    """As after Ctrl-C, the runs that were started are ended, too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _compare(arguments: Sequence[str], identity: Identity) -> int:
@@ -187,6 +195,7 @@ def _compare(arguments: Sequence[str], identity: Identity) -> int:
     for name, path in (("json", command.json), ("html", command.html)):
         if path is not None:
             check_writable(path, name)
+    _leave_on_sigterm()
     return 0 if compare(command, train, words, " ".join(["tfdist", *map(shlex.quote, arguments)])) else 1
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +75,31 @@ def test_a_planted_fault_is_found_where_it_is(tmp_path: Path, task: str) -> None
     stage = pair["stage"]
     assert {name: stage[name] for name in FAULTS[task]} == FAULTS[task]
     assert f"what differs first is the {stage['name']}" in printed
+
+
+def started_with(value: str) -> list[int]:
+    """Processes whose environment holds a text."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and value.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if full() else [signal.SIGTERM])
+def test_no_run_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    words = ["--backends", "horovod,mirrored", "--task", f"{TASKS}:Net", "--steps", "100000", "--rounds", "0"]
+    mark = f"TFDIST_TEST_RUN={tmp_path}"
+    env = environment(dict([mark.split("=")]))
+    with subprocess.Popen([sys.executable, "-m", "tfdist", "compare", *words], env=env) as process:
+        try:
+            deadline = time.monotonic() + LIMIT
+            while len(started_with(mark)) < 4:  # itself, mpirun and two ranks
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+            assert not started_with(mark)
+        finally:
+            process.kill()
