@@ -132,7 +132,7 @@ def _run(
         "accumulate": first["accumulate"],
         "seed": first["seed"],
         "reproducible": train.reproducible,
-        "machine": {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpus": 0},
+        "machine": {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
         "versions": versions(),
         "rounds": command.rounds,
         "timed_steps": steps if command.rounds else None,
@@ -277,6 +277,11 @@ def _require_working(arms: Sequence[Arm]) -> None:
             raise EnvironmentProblem(f"backend={name!r} cannot be compared: {reason}. Run: make setup")
     if len(arms) < 2:
         raise UsageError(f"only {arms[0].name} is left to compare. Name two backends, or two numbers of replicas.")
+
+
+def _gpus() -> int:
+    """NVIDIA's devices on this machine; TensorFlow, which would tell, is not there in this process."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def _write(command: CompareCommand, result: dict[str, Any]) -> None:
