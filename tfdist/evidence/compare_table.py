@@ -26,6 +26,7 @@ def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -
         for text in (_parting(pair), pair["note"]):
             if text:
                 _say(console, f"{pair['a']} and {pair['b']}: {text}")
+    _quality(console, result)
     _scaling(console, result["scaling"])
     _against(console, result["against"])
     for problem in problems:
@@ -117,6 +118,20 @@ def _parting(pair: Mapping[str, Any]) -> str:
         whom = f" on replica {stage['rank']}" if stage["rank"] is not None else ""
         parts.append(f"what differs first is the {stage['name']}{where}{whom}, at step {stage['step']}")
     return "; ".join(parts)
+
+
+def _quality(console: Console, result: Mapping[str, Any]) -> None:
+    """How well runs end, and how soon, where steps do not compare."""
+    if not any(arm["asynchronous"] for arm in result["arms"]):
+        return
+    for arm in result["arms"]:
+        if arm["asynchronous"] or arm["name"] == result["reference"]:
+            ends = [f"{s} {n} {v:.4g}" for s, m in arm["metrics"].items() for n, v in m.items() if isinstance(v, float)]
+            seconds = arm["seconds_to_quality"]
+            soon = f"; at the loss that {result['reference']} ends with after {_number(seconds, '.2g')} s of steps"
+            _say(
+                console, f"{arm['name']} ends with {', '.join(ends) or 'no metrics'}{soon if result['rounds'] else ''}"
+            )
 
 
 def _scaling(console: Console, scaling: Mapping[str, Any] | None) -> None:

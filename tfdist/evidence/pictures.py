@@ -53,7 +53,7 @@ def pictures(result: Result) -> list[Picture]:
         found.append(Picture("losses", _title_of_losses(result), caption, draw_losses))
     if any(pair["loss_difference"] for pair in result["pairs"]):
         caption = (
-            f"How far the loss of each step is from that of {result['reference']}, on a logarithmic scale. "
+            "How far the loss of each step is from that of the run it is compared with, on a logarithmic scale. "
             "Steps with the same loss lie on the line at the bottom. Of long runs each stretch shows its largest."
         )
         found.append(Picture("differences", _title_of_differences(result), caption, draw_differences))
