@@ -161,7 +161,8 @@ class CompareCommand:
     backends: tuple[str, ...] = ()
     """Backends to compare, with commas or spaces between them. Unset: all synchronous ones that work here."""
     replicas: tuple[str, ...] = ("2",)
-    """Numbers of replicas, likewise; one_device has one. Runs are compared with the first of equal number."""
+    """Numbers of replicas, with commas or spaces between them; one_device has one. Runs are compared with the first of
+    equal number, and those with the first of all."""
     task: str = "digits"
     """As of tfdist train."""
     task_args: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "network='fast'": ("--network", "fast"),
     "against='none.json' cannot be read": ("--against", "none.json"),
     "against='other.json' is no comparison": ("--against", "other.json"),
+    "steps=50, but 'steps.json' was made with steps=7": ("--against", "steps.json"),
     "json='no/c.json' cannot be written": ("--json", "no/c.json"),
     "html='no/c.html' cannot be written": ("--html", "no/c.html"),
     "png='no/pictures' cannot be written": ("--png", "no/pictures"),
@@ -62,6 +64,8 @@ def test_wrong_words_are_refused_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.json").write_text('{"schema": 1}')
+    made = {"schema": 1, "arms": [], "task": "digits", "task_args": [], "steps": 7, "seed": 0, "reproducible": False}
+    Path("steps.json").write_text(json.dumps(made))
     assert main(["compare", *REFUSED[message]]) == 2
     told = capsys.readouterr()
     assert message in told.err

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-__all__ = ["is_worse", "judge", "read"]
+__all__ = ["is_worse", "judge", "read", "require_alike"]
 
 _SAME = ("task", "task_args", "steps", "global_batch_size", "accumulate", "seed", "reproducible")
 
@@ -27,6 +27,16 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
+def require_alike(path: Path | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UsageError where an earlier comparison trained something else, as far as is known of the one now."""
+    for name in _SAME:
+        if name in now and before.get(name) != now[name]:
+            raise UsageError(
+                f"{name}={now[name]!r}, but {str(path)!r} was made with {name}={before.get(name)!r}: the two do not "
+                "compare. Use the same, or another file."
+            )
+
+
 def judge(path: Path | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The object `against` of the report.
 
@@ -36,12 +46,7 @@ def judge(path: Path | None, before: Mapping[str, Any], now: Mapping[str, Any]) 
     Raises:
         UsageError: the two did not train the same.
     """
-    for name in _SAME:
-        if before.get(name) != now.get(name):
-            raise UsageError(
-                f"{name}={now.get(name)!r}, but {str(path)!r} was made with {name}={before.get(name)!r}: the two do "
-                "not compare. Use the same, or another file."
-            )
+    require_alike(path, before, now)
     arms = {arm["name"]: arm for arm in before["arms"]}
     changed, speeds = [], []
     for arm in now["arms"]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tfdist.commands import CompareCommand, TrainCommand
+from tfdist.config import Settings
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.evidence import against, compare_table, speed
 from tfdist.evidence.agreement import Bound, agree, gamma
@@ -47,6 +48,9 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
         UsageError, EnvironmentProblem: the runs cannot be compared, or a backend does not work here.
     """
     before = None if command.against is None else against.read(command.against)
+    if before is not None:
+        known = {name: getattr(train, name) for name in ("task", "steps", "seed", "reproducible")}
+        against.require_alike(command.against, before, known | {"task_args": list(train.task_args)})
     for network in command.network:
         parse_network(network)
     if command.html is not None or command.png is not None:
@@ -248,7 +252,9 @@ def _told(runner: Runner, ran: Ran, numbers: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(train: TrainCommand) -> dict[str, Any]:
     """What was given to `tfdist train`, as keyword arguments."""
-    given = {f.name: getattr(train, f.name) for f in dataclasses.fields(train) if getattr(train, f.name) != f.default}
+    given = {
+        f.name: getattr(train, f.name) for f in dataclasses.fields(Settings) if getattr(train, f.name) != f.default
+    }
     return {"task": train.task, "task_args": list(train.task_args), **given}
 
 
