@@ -181,12 +181,15 @@ def _compare(arguments: Sequence[str], identity: Identity) -> int:
     own, theirs = parted(arguments)
     command = parse(own)
     assert isinstance(command, CompareCommand)
-    words = ["--task", command.task]
-    words += ["--task-args", *command.task_args] if command.task_args else []
+    # They may be there in full, shortened, or in a file that --config names; what is the default changes nothing.
+    given, usual = parse(["train", *theirs]), TrainCommand()
     for name, instead in _SET_BY_COMPARE.items():
-        if any(word.split("=")[0] == f"--{name}" for word in theirs):
+        field = name.replace("-", "_")
+        written = any(word.split("=")[0] == f"--{name}" for word in theirs)
+        if written or getattr(given, field) != getattr(usual, field):
             raise UsageError(f"--{name} belongs to tfdist compare{instead}. Write it before --, or leave it out.")
-    words += theirs
+    words = [*theirs, "--task", command.task]
+    words += ["--task-args", *command.task_args] if command.task_args else []
     train = parse(["train", *words, "--steps", str(command.steps)])
     assert isinstance(train, TrainCommand)
     from tfdist.evidence.compare import compare

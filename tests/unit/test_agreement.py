@@ -25,6 +25,7 @@ def trace(**changes: Any) -> dict[str, np.ndarray]:
         "variables": np.array(NAMES),
         "losses": np.array([4.0, 3.0, 2.0, 1.0], np.float32),
         "addends": np.array(32),
+        "replicas": np.array(PIECES),
         "value/model/kernel": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32),
         "value/model/bias": np.array([0.5, -0.5], np.float32),
         "value/optimizer/iteration": np.array(STEPS, np.int64),
@@ -140,9 +141,85 @@ def test_other_numbers_of_replicas_compare_by_their_totals() -> None:
         four[name] = np.repeat(four[name], 2, axis=1) / (2 if local else 1)
     four["batch"] = np.concatenate([four["batch"], np.zeros_like(four["batch"])], axis=1)
     four["initial"] = np.repeat(four["initial"], 2, axis=0)
+    four["replicas"] = np.array(4)
     assert find_stage(trace(), four, BOUND) is None
     four["local sums"][2, 3, 1] += 5.0
     assert find_stage(trace(), four, BOUND) == Stage("local gradients", 3, "model/bias")
+
+
+@pytest.mark.parametrize("piece", range(4))
+def test_of_four_replicas_the_wrong_one_is_named_beside_two(piece: int) -> None:
+    two, four = trace(), in_pieces(2, replicas=4)
+    four["after sums"][1:, piece, 0] += 5.0
+    four["after checksums"][1:, piece, 0] += 1
+    assert find_stage(two, four, BOUND) == Stage("update", 2, "model/kernel", piece)
+    # The first replica of the first run is what all others are held against: that it alone is wrong, nobody can tell.
+    assert find_stage(four, two, BOUND) == Stage("update", 2, "model/kernel", piece or None)
+
+
+@pytest.mark.parametrize("stage", ["local", "reduced"])
+def test_of_several_shards_on_a_replica_the_replica_is_named(stage: str) -> None:
+    whole, other = in_pieces(4, replicas=2), in_pieces(4, replicas=2)
+    # A shard's own gradients are its own; what all have got stands beside each of the replica's four shards.
+    pieces = slice(5, 6) if stage == "local" else slice(4, 8)
+    other[f"{stage} sums"][1:, pieces, 1] += 5.0
+    other[f"{stage} checksums"][1:, pieces, 1] += 1
+    for bound in (BOUND, None):
+        found = find_stage(whole, other, bound)
+        assert found is not None
+        assert (found.variable, found.step, found.rank) == ("model/bias", 2, 1)
+
+
+def in_pieces(times: int, replicas: int) -> dict[str, np.ndarray]:
+    """`trace` with each piece cut into so many, whose own gradients add up to the same."""
+    found = trace(replicas=np.array(replicas), initial=np.tile(np.arange(3), (replicas, 1)))
+    for name in [name for name in found if name.split()[0] in STAGES]:
+        shared = times if name.startswith("local") and not name.endswith("checksums") else 1
+        found[name] = np.repeat(found[name], times, axis=1) / shared
+    found["batch"] = np.concatenate([found["batch"]] + [np.zeros_like(found["batch"])] * (times - 1), axis=1)
+    return found
+
+
+def test_replicas_of_the_reference_that_are_not_of_one_mind_are_seen() -> None:
+    # Only replica 1 of the first run is off: its replica 0 and the whole second run have the same bits.
+    torn = changed("after", 1, 1, 0, 5.0)
+    assert agree(torn, trace(), None)["first"] == {"step": 2, "variable": "model/kernel"}
+    assert find_stage(torn, trace(), BOUND) == Stage("update", 2, "model/kernel", 1)
+    first = trace(initial=np.array([[0, 1, 2], [0, 9, 2]]))
+    assert agree(first, trace(), None)["first"] == {"step": 0, "variable": "model/bias"}
+
+
+def test_equal_bits_need_no_bound() -> None:
+    # NaN, or a shadow whose distance has no size: equal bits are equal.
+    own, other = changed("local", 0, 0, 0, math.nan), changed("local", 0, 0, 0, math.nan)
+    other["after sums"][2, :, 0] += 5.0
+    other["after checksums"][2, :, 0] += 1
+    assert find_stage(own, other, BOUND) == Stage("update", 3, "model/kernel")
+
+
+def test_runs_that_end_in_the_same_nan_have_the_same_bits() -> None:
+    nan = {"value/model/bias": np.array([np.nan, 1], np.float32), "losses": np.array([4, 3, np.nan, np.nan], "f4")}
+    told = agree(trace(**nan), trace(**nan), None)
+    assert told["verdict"] == "same bits"
+    assert told["variables"][1] == {"name": "model/bias", "absolute": 0.0, "relative": 0.0, "ulps": 0}
+    one = trace(**{"value/model/bias": np.array([np.nan, 1], np.float32)})
+    two = trace(**{"value/model/bias": np.array([1, 1], np.float32)})
+    assert variable_differences(one, two)[1] == {"name": "model/bias", "absolute": None, "relative": None, "ulps": None}
+
+
+def test_a_variable_of_which_rounding_says_nothing_must_be_equal() -> None:
+    bound = Bound(BOUND.relative, BOUND.losses, {"model/kernel": 1.0}, BOUND.growth)
+    other = trace(**{"value/model/bias": np.array([0.5, -0.5001], np.float32)})
+    assert agree(trace(), other, bound)["verdict"] == "different"
+
+
+def test_the_bound_never_shrinks_and_a_shadow_of_nan_allows_all() -> None:
+    near = shadow(0.0)
+    near["losses"] = trace()["losses"] + np.array([1, 0, 0, 0], np.float32)
+    # 1, then as much again in each step, though this shadow came back to where the run was.
+    assert np.round(Bound.of(trace(), near).losses, 2).tolist() == [1, 2, 3, 4]
+    near["losses"] = trace()["losses"] + np.array([0, np.nan, 0, 0], np.float32)
+    assert np.isinf(Bound.of(trace(), near).losses).tolist() == [False, True, True, True]
 
 
 def test_another_model_parts_from_the_start() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.comparison_result import all_equal, result, without
 from tfdist.cli import main
+from tfdist.commands import TrainCommand
 from tfdist.errors import UsageError
 from tfdist.evidence import against, compare_table, speed
-from tfdist.evidence.arms import Arm
-from tfdist.evidence.compare import pairs_of, plan
+from tfdist.evidence.arms import Arm, Ran
+from tfdist.evidence.compare import _pair, _require_equal_batches, pairs_of, plan
 from tfdist.evidence.speed import Timed
 
 ONE, TWO, FOUR = Arm("one_device", 1), Arm("horovod", 2), Arm("horovod", 4)
@@ -25,6 +28,59 @@ def test_the_plan_has_one_device_once_and_first() -> None:
     arms = plan(["horovod", "one_device", "mirrored"], [2, 4])
     names = ["one_device x 1", "horovod x 2", "mirrored x 2", "horovod x 4", "mirrored x 4"]
     assert [arm.name for arm in arms] == names
+
+
+def test_asynchronous_runs_come_last_so_that_the_others_are_compared() -> None:
+    arms = plan(["parameter_server", "horovod", "mirrored"], [2])
+    pairs = [(a.backend, b.backend) for a, b in pairs_of(arms)]
+    assert pairs == [("horovod", "mirrored"), ("horovod", "parameter_server")]
+
+
+def ran(arm: Arm, **report: Any) -> Ran:
+    return Ran(arm, {"global_batch_size": 16, "accumulate": 1} | report, None, "")
+
+
+def test_unequal_global_batches_are_refused_by_name() -> None:
+    _require_equal_batches(
+        [ran(ONE), ran(TWO), ran(FOUR, global_batch_size=8, accumulate=2), Ran(TWO, None, None, "x")]
+    )
+    with pytest.raises(UsageError, match=r"differs: 16 on one_device x 1, 32 on horovod x 4.*--global-batch-size"):
+        _require_equal_batches([ran(ONE), ran(FOUR, accumulate=2)])
+
+
+def traced(arm: Arm, *variables: str) -> Ran:
+    """A run of one step whose loss depends on the number of replicas."""
+    found: dict[str, Any] = {"variables": np.array(variables), "trained": np.array([], str)}
+    found |= {f"value/{name}": np.zeros(1, np.float32) for name in variables}
+    found |= {"losses": np.array([arm.replicas], np.float32), "batch": np.zeros((1, 1, 1), np.int64)}
+    found |= {"initial": np.zeros((1, len(variables)), np.int64), "replicas": np.array(1), "addends": np.array(1)}
+    for stage, columns in {"local": 0, "reduced": 0, "after": len(variables)}.items():
+        found |= {f"{stage} {what}": np.zeros((1, 1, columns)) for what in ("checksums", "sums", "sizes")}
+    return Ran(arm, {}, found, "")
+
+
+@pytest.mark.parametrize("variable", ["model/dropout/seed_generator_state", "model/bn/moving_mean"])
+def test_what_depends_on_the_number_of_replicas_does_not_compare(variable: str) -> None:
+    train = TrainCommand()
+    told = _pair(traced(TWO, variable), traced(FOUR, variable), None, train)
+    assert told["verdict"] == "not comparable"
+    assert "with --reproducible" in told["note"]
+    # Neither where nothing depends on it, nor with --reproducible, nor at one number of replicas is that an excuse.
+    other = traced(Arm("mirrored", 2), variable)
+    other = dataclasses.replace(other, trace={**(other.trace or {}), "losses": np.array([9], np.float32)})
+    for pair in (
+        _pair(traced(TWO, "model/kernel"), traced(FOUR, "model/kernel"), None, train),
+        _pair(traced(TWO, variable), traced(FOUR, variable), None, dataclasses.replace(train, reproducible=True)),
+        _pair(traced(TWO, variable), other, None, train),
+    ):
+        assert pair["verdict"] == "different"
+
+
+def test_a_run_that_failed_is_different_and_says_why() -> None:
+    told = _pair(traced(TWO, "v"), Ran(FOUR, None, None, "ended with exit code 4: no"), None, TrainCommand())
+    assert (told["verdict"], told["note"]) == ("different", "horovod x 4 ended with exit code 4: no")
+    told = _pair(traced(TWO, "v"), Ran(Arm("parameter_server", 2), {}, None, ""), None, TrainCommand())
+    assert (told["verdict"], told["variables"]) == ("not comparable", [])
 
 
 def test_the_first_of_a_number_of_replicas_stands_for_it() -> None:
@@ -47,10 +103,16 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "only one_device x 1 is left to compare": ("--backends", "one_device"),
     "--backend belongs to tfdist compare": ("--", "--backend", "mirrored"),
     "--checkpoint-dir belongs to tfdist compare": ("--", "--checkpoint-dir=A"),
+    "--task belongs to tfdist compare": ("--", "--task", "digits"),
+    "--replicas belongs to tfdist compare. Write": ("--", "--repl", "2"),
+    "--checkpoint-dir belongs to tfdist compare, whose": ("--", "--config", "own.yaml"),
+    "--task-args belongs to tfdist compare. Write": ("--", "--config", "task.yaml"),
+    "sync_every=2 and trace": ("--backends", "horovod,mirrored", "--", "--sync-every", "2"),
     "--lerning-rate is not a flag": ("--", "--lerning-rate", "1"),
     "network='fast'": ("--network", "fast"),
     "against='none.json' cannot be read": ("--against", "none.json"),
     "against='other.json' is no comparison": ("--against", "other.json"),
+    "against='half.json' is no comparison": ("--against", "half.json"),
     "steps=50, but 'steps.json' was made with steps=7": ("--against", "steps.json"),
     "json='no/c.json' cannot be written": ("--json", "no/c.json"),
     "html='no/c.html' cannot be written": ("--html", "no/c.html"),
@@ -64,8 +126,11 @@ def test_wrong_words_are_refused_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.json").write_text('{"schema": 1}')
-    made = {"schema": 1, "arms": [], "task": "digits", "task_args": [], "steps": 7, "seed": 0, "reproducible": False}
-    Path("steps.json").write_text(json.dumps(made))
+    Path("own.yaml").write_text("checkpoint_dir: A\n")
+    Path("task.yaml").write_text("task_args: [a=1]\n")
+    made = result() | {"task_args": [], "steps": 50}
+    Path("half.json").write_text(json.dumps(made | {"arms": [{"name": "horovod x 2"}]}))
+    Path("steps.json").write_text(json.dumps(made | {"steps": 7}))
     assert main(["compare", *REFUSED[message]]) == 2
     told = capsys.readouterr()
     assert message in told.err
@@ -123,6 +188,33 @@ def test_noise_is_as_wide_on_both_sides() -> None:
     assert speed.noise(timed) == pytest.approx({"low": 0.8, "high": 1.25})
 
 
+def test_noise_counts_when_the_second_run_is_the_slower_one() -> None:
+    timed = rounds((100, 80, 50))
+    timed[0].runs[TWO, "again"] = reported(125)
+    assert speed.noise(timed) == pytest.approx({"low": 0.8, "high": 1.25})
+
+
+def test_examples_in_a_second_have_the_bounds_of_a_steps_time() -> None:
+    told = speed.numbers(rounds((100, 80, 50), (200, 80, 50), (400, 80, 50)), TWO)
+    milliseconds, examples = told["step_ms"], told["examples_per_second"]
+    assert milliseconds["low"] < milliseconds["median"] < milliseconds["high"]
+    assert examples["low"] == pytest.approx(32e3 / milliseconds["high"])
+    assert examples["high"] == pytest.approx(32e3 / milliseconds["low"])
+
+
+@pytest.mark.parametrize("reaching", [1, 2])
+def test_a_quality_that_most_rounds_do_not_reach_has_no_time(reaching: int) -> None:
+    worker = Arm("parameter_server", 2)
+    reference = reported(20, losses=[1.0] * 20, step_seconds=[0.02] * 20)
+    timed = []
+    for number in range(3):
+        other = reported(10, losses=[0.5 if number < reaching else 2.0] * 20, step_seconds=[0.01] * 20)
+        timed.append(Timed({(TWO, "as it is"): reference, (TWO, "again"): reference, (worker, "as it is"): other}))
+    arm: dict[str, Any] = {"name": worker.name, "backend": worker.backend, "replicas": 2, "asynchronous": True}
+    speed.time_to_quality({"arms": [arm]}, timed)
+    assert arm["seconds_to_quality"] == (pytest.approx(0.01) if reaching == 2 else None)
+
+
 def test_time_to_quality() -> None:
     # The mean of the last ten losses falls from 3; the reference ends with 1.5 after 20 steps, the other gets there
     # with the loss of 0 in its steps 11 to 15: 15 steps of 10 ms.
@@ -167,6 +259,32 @@ def test_speed_counts_beyond_the_noise(factor: float, verdict: str) -> None:
     assert against.is_worse(told) == (verdict == "slower")
 
 
+def test_the_interval_of_a_ratio_of_ratios_is_the_widest() -> None:
+    was, now = result(), result()
+    was["arms"][1]["ratio"] = {"median": 1.0, "low": 0.8, "high": 1.25}
+    now["arms"][1]["ratio"] = {"median": 0.5, "low": 0.4, "high": 0.6}
+    told = against.judge(None, was, now)["speed"][1]
+    assert told["ratio"] == pytest.approx({"median": 0.5, "low": 0.32, "high": 0.75})
+    assert told["verdict"] == "slower"
+    # The noise of either run alone is enough to excuse it.
+    for noisy in (was, now):
+        before, noisy["noise"] = noisy["noise"], {"low": 0.7, "high": 1.4}
+        assert against.judge(None, was, now)["speed"][1]["verdict"] == "as before"
+        noisy["noise"] = before
+
+
+def test_what_cannot_be_compared_with_the_earlier_file_is_left_out() -> None:
+    now = result()
+    now["arms"][1] |= {"asynchronous": True, "losses": [9.0], "state_sha256": "f" * 64}
+    now["arms"][2]["name"] = "new x 2"
+    told = against.judge(None, result(), now)
+    assert told["numbers"] == []
+    assert [line["arm"] for line in told["speed"]] == [now["arms"][0]["name"], now["arms"][3]["name"]]
+    # A ratio to another reference is another ratio.
+    assert against.judge(None, result() | {"reference": "mirrored x 2"}, result())["speed"] == []
+    assert against.judge(None, without(result(), "speed"), result())["speed"] == []
+
+
 @pytest.mark.parametrize("name", ["task", "steps", "global_batch_size", "seed", "reproducible"])
 def test_another_training_does_not_compare(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=.* do not compare"):
@@ -183,6 +301,13 @@ def test_the_table_loses_nothing(width: int) -> None:
         assert f"{arm['examples_per_second']['median']:.0f} (" in text
         assert f"{arm['memory_mb']:.0f}" in text
         assert arm["weights_sha256"][:8] in text
+    for pair in content["pairs"]:
+        line = max(pair["variables"], key=lambda v: v["absolute"])
+        assert f"{line['absolute']:.2g} " in text
+        assert f" {max(v['ulps'] for v in pair['variables'])} " in text
+        assert f"{max(pair['loss_difference']):.2g} " in text
+    for head in ("verdict ", "rounding may", "of a variable", "in units of the", "last place", "start-up", "memory"):
+        assert head in text
     for part in ("verdict: different", "FAILED horovod x 2 ended with exit code 4", "predicted efficiency"):
         assert part in text
     tables = text[: text.index("bits part")].splitlines()[:-1]

@@ -6,6 +6,8 @@ import html.parser
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.comparison_result import NASTY, all_equal, result, without
 from tfdist.evidence.page import write_page
 
@@ -127,3 +129,28 @@ def test_a_difference_of_which_no_stage_is_known(tmp_path: Path) -> None:
 def test_speed_that_is_not_clear_of_the_noise(tmp_path: Path) -> None:
     content = without(result(), "scaling") | {"noise": {"low": 0.85, "high": 1.15}, "pairs": []}
     assert "which is not clear of the noise" in written(content, tmp_path)[1]
+
+
+def test_variables_are_sorted_by_how_far_they_are_apart(tmp_path: Path) -> None:
+    content = without(result(), "speed", "scaling", "against")
+    lines = [
+        ("small", 9.0, 0.001, 5),
+        ("equal", 0.0, 0.0, 0),
+        ("farther", 1e-9, 0.5, 2),
+        ("other shape", None, None, None),
+    ]
+    kinds = ("name", "absolute", "relative", "ulps")
+    content["pairs"][2] |= {"a": "mirrored x 2", "variables": [dict(zip(kinds, line, strict=True)) for line in lines]}
+    text = written(content, tmp_path)[1]
+    text = text[text.index(f"mirrored x 2 – {NASTY} x 3: variables with the largest differences") :]
+    assert text.index("other shape") < text.index("farther") < text.index("small")
+    assert "equal" not in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_of_equal_and_of_single_steps_warn_of_nothing(tmp_path: Path) -> None:
+    written(all_equal(result()), tmp_path)
+    one = all_equal(result(steps=1))
+    for pair in one["pairs"]:
+        pair["bound"] = None
+    written(one, tmp_path)

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from tests.toy import ToyNet
-from tests.unit.one_device import trainer
+from tests.unit.one_device import SESSION, trainer
 from tfdist import Settings, UsageError
-from tfdist.training.trace import FIELDS, see, see_batch
+from tfdist.training.trace import FIELDS, Trace, see, see_batch
 
 VALUES = np.random.RandomState(0).randn(3, 4).astype(np.float32)
 
@@ -78,6 +78,45 @@ def test_ragged_and_sparse_rows() -> None:
     for a, b in (ragged, sparse):
         assert int(see_batch(a)) == int(see_batch(a))
         assert int(see_batch(a)) != int(see_batch(b))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ragged_rows_do_not_depend_on_those_beside_them(rank: int) -> None:
+    rows = [[[1, 2], [3]], [[4, 5, 6]], [[7], [], [8, 9]], []] if rank == 2 else [[1, 2], [3], [], [4, 5, 6]]
+    values: Any = tf.ragged.constant(rows, ragged_rank=rank, dtype=tf.int32)
+
+    def total(order: list[int]) -> int:
+        return int(see_batch(tf.gather(values, order)))
+
+    whole = total([0, 1, 2, 3])
+    assert whole == total([3, 1, 0, 2]) == int(np.array([total(part) for part in ([0], [1, 3], [2])]).sum())
+    assert whole != total([0, 1, 2, 2])
+
+
+def test_ragged_rows_are_known_by_their_inner_parts() -> None:
+    kinds = [
+        [[1, 2], [3]],
+        [[1], [2, 3]],
+        [[1, 2, 3]],
+        [[1, 2], [], [3]],
+        [[3], [1, 2]],
+        [[2, 1], [3]],
+        [[0, 1, 2], [3]],
+    ]
+    sums = {int(see_batch(tf.ragged.constant([kind], ragged_rank=2, dtype=tf.int32))) for kind in kinds}
+    assert len(sums) == len(kinds)
+
+
+def test_values_of_bfloat16_come_back_as_numbers(tmp_path: Path) -> None:
+    variable = tf.Variable(tf.cast([1.5, -2.0], tf.bfloat16))
+    trace = Trace(tmp_path / "t.npz")
+    trace.begin({"v": variable})
+    trace.add([np.zeros((1, 1, 1), np.int64) for _ in FIELDS])
+    trace.write(SESSION, [variable], {"v": variable}, np.zeros(1, np.float32), 1)
+    with np.load(tmp_path / "t.npz") as told:
+        assert told["value/v"].dtype == np.float32
+        assert told["value/v"].tolist() == [1.5, -2.0]
+        assert int(told["replicas"]) == 1
 
 
 def test_a_traced_run_has_the_same_numbers_and_a_file(tmp_path: Path) -> None:

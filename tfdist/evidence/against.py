@@ -22,9 +22,17 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"against={str(path)!r} cannot be read: {error}. Give what tfdist compare --json wrote."
         ) from None
-    if not isinstance(content, dict) or content.get("schema") != 1 or "arms" not in content:
+    if not isinstance(content, dict) or content.get("schema") != 1 or not _is_whole(content):
         raise UsageError(f"against={str(path)!r} is no comparison. Give what tfdist compare --json wrote.")
     return content
+
+
+def _is_whole(content: Mapping[str, Any]) -> bool:
+    """Whether all is there that a later comparison asks for."""
+    arms = content.get("arms")
+    names = ("name", "state_sha256", "weights_sha256", "losses", "metrics", "ratio")
+    whole = isinstance(arms, list) and all(isinstance(arm, dict) and all(n in arm for n in names) for arm in arms)
+    return whole and all(name in content for name in (*_SAME, "reference", "noise"))
 
 
 def require_alike(path: Path | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -148,11 +148,12 @@ def find_stage(a: Trace, b: Trace, bound: Bound | None) -> Stage | None:
     names, trained = a["variables"].tolist(), a["trained"].tolist()
     if not _same_variables(a, b):
         return Stage("initial weights", 0, (_first(a, b) or {}).get("variable"))
-    usual = a["initial"][0]
+    usual, replicas = a["initial"][0], max(int(run["replicas"]) for run in (a, b))
     for run in (a, b):
         off = run["initial"] != usual
         if off.any():
-            return Stage("initial weights", 0, names[int(np.argmax(off.any(axis=0)))], _alone(off.any(axis=1)))
+            who = _alone(off.any(axis=1), len(off))
+            return Stage("initial weights", 0, names[int(np.argmax(off.any(axis=0)))], who)
     for step in range(min(len(a["losses"]), len(b["losses"]))):
         if a["batch"][step].sum() != b["batch"][step].sum():  # modulo 2^64
             return Stage("batch", step + 1)
@@ -161,7 +162,7 @@ def find_stage(a: Trace, b: Trace, bound: Bound | None) -> Stage | None:
             if off.any():
                 column = int(np.argmax(off.any(axis=0)))
                 variable = (names if stage == "after" else trained)[column]
-                return Stage(name, step + 1, variable, _alone(off[:, column]))
+                return Stage(name, step + 1, variable, _alone(off[:, column], replicas))
     return None
 
 
@@ -187,8 +188,10 @@ def _apart(a: Trace, b: Trace, stage: str, step: int, bound: Bound | None) -> np
     return apart[pieces:] if apart[pieces:].any() else apart[:pieces]
 
 
-def _alone(off: np.ndarray) -> int | None:
-    """The number of the one that is off, if it is one of several."""
+def _alone(off: np.ndarray, replicas: int) -> int | None:
+    """The number of the replica that is off, if it is one of several; each may have several pieces."""
+    if len(off) % replicas == 0:
+        off = np.any(off.reshape(replicas, -1), axis=1)
     return int(np.argmax(off)) if len(off) > 1 and off.sum() == 1 else None
 
 

@@ -62,6 +62,7 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
         console = Console(width=150)
     arms = plan(command.chosen_backends or _working(console), command.counts)
     _require_working(arms)
+    _require_settings(arms, train)
     folder = Path(tempfile.mkdtemp(prefix="tfdist-compare-"))
     keep = True
     try:
@@ -85,7 +86,11 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
 
 
 def plan(backends: Sequence[str], counts: Sequence[int]) -> list[Arm]:
-    """The runs to compare: each backend at each number of replicas; one_device, which has one, comes first."""
+    """The runs to compare: each backend at each number of replicas; one_device, which has one, comes first.
+
+    Asynchronous backends come last: no run can be compared with theirs number by number.
+    """
+    backends = sorted(backends, key=lambda name: BACKENDS[name].asynchronous)
     alone = [Arm(name, 1) for name in backends if not BACKENDS[name].processes and not BACKENDS[name].devices]
     others = [name for name in backends if BACKENDS[name].processes or BACKENDS[name].devices]
     return list(dict.fromkeys([*alone, *(Arm(name, count) for count in counts for name in others)]))
@@ -283,6 +288,13 @@ def _require_working(arms: Sequence[Arm]) -> None:
             raise EnvironmentProblem(f"backend={name!r} cannot be compared: {reason}. Run: make setup")
     if len(arms) < 2:
         raise UsageError(f"only {arms[0].name} is left to compare. Name two backends, or two numbers of replicas.")
+
+
+def _require_settings(arms: Sequence[Arm], train: TrainCommand) -> None:
+    """Raises UsageError where an arm does not go with what all have in common."""
+    common = {name: value for name, value in _settings(train).items() if name not in ("task", "task_args")}
+    for arm in arms:
+        Settings.of(**{**common, **arm.settings}, trace=None if arm.asynchronous else "trace.npz")
 
 
 def _gpus() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,7 +12,11 @@ from rich.text import Text
 
 __all__ = ["show"]
 
+_Column = tuple[str, Callable[[Mapping[str, Any]], str | Text]]
+"""Its head, and what it says of a run or a pair."""
+
 _WIDE = 150
+_WIDE_PAIRS = 110
 
 _COLOURS = {"same bits": "bold green", "rounding": "green", "not comparable": "yellow", "different": "bold red"}
 
@@ -21,7 +25,8 @@ def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -
     """Print it."""
     for table in _arms(result, console.width):
         console.print(table)
-    console.print(_pairs(result))
+    for table in _pairs(result, console.width):
+        console.print(table)
     for pair in result["pairs"]:
         for text in (_parting(pair), pair["note"]):
             if text:
@@ -81,30 +86,39 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else f"{value:{form}}"
 
 
-def _pairs(result: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("compared", overflow="fold", min_width=25)
-    table.add_column("verdict", no_wrap=True)
-    for head in (
-        "largest difference\nof a loss",
-        "rounding may\nmake it",
-        "of a variable",
-        "in units of the\nlast place",
-    ):
-        table.add_column(head, justify="right")
-    for pair in result["pairs"]:
-        known = [v for v in pair["variables"] if v["absolute"] is not None]
-        worst = max(known, key=lambda v: v["absolute"], default=None)
-        differences = [d for d in pair["loss_difference"] if d is not None]
-        table.add_row(
-            f"{pair['a']}\n{pair['b']}",
-            Text(pair["verdict"], style=_COLOURS[pair["verdict"]]),
-            f"{max(differences):.2g}" if differences else "–",
-            f"{pair['bound'][-1]:.2g}" if pair["bound"] else "–",
-            "–" if worst is None else f"{worst['absolute']:.2g}",
-            "–" if worst is None else f"{max(v['ulps'] for v in known)}",
-        )
-    return table
+def _pairs(result: Mapping[str, Any], width: int) -> list[Table]:
+    """How far each two runs are apart; in two tables where one would be too wide."""
+    groups: list[list[_Column]] = [
+        [
+            ("verdict", lambda pair: Text(pair["verdict"], style=_COLOURS[pair["verdict"]])),
+            ("largest difference\nof a loss", lambda pair: _largest(pair["loss_difference"], ".2g")),
+            ("rounding may\nmake it", lambda pair: _number(pair["bound"][-1] if pair["bound"] else None, ".2g")),
+        ],
+        [
+            ("largest difference\nof a variable", lambda pair: _of_variables(pair, "absolute", ".2g")),
+            ("in units of the\nlast place", lambda pair: _of_variables(pair, "ulps", "d")),
+        ],
+    ]
+    if width >= _WIDE_PAIRS:
+        groups = [[column for group in groups for column in group]]
+    tables = []
+    for group in groups:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        table.add_column("compared", overflow="fold")
+        for head, _ in group:
+            table.add_column(head, justify="left" if head == "verdict" else "right", no_wrap=True)
+        for pair in result["pairs"]:
+            table.add_row(f"{pair['a']}\n{pair['b']}", *(told(pair) for _, told in group))
+        tables.append(table)
+    return tables
+
+
+def _of_variables(pair: Mapping[str, Any], what: str, form: str) -> str:
+    return _largest([variable[what] for variable in pair["variables"]], form)
+
+
+def _largest(values: Sequence[float | None], form: str) -> str:
+    return _number(max((value for value in values if value is not None), default=None), form)
 
 
 def _parting(pair: Mapping[str, Any]) -> str:

@@ -87,16 +87,17 @@ def variables(result: Result) -> Html:
     for pair in result["pairs"]:
         if not pair["variables"]:
             continue
+        name = pair["b"] if pair["a"] == result["reference"] else f"{pair['a']} – {pair['b']}"
         apart = [line for line in pair["variables"] if line["absolute"] is None or line["absolute"] or line["ulps"]]
         lines = sorted(apart, key=_size, reverse=True)[:_MOST_VARIABLES]
         if not lines:
-            parts.append(Html(f'<p class="quiet">{safe(pair["b"])}: all variables are the same at the end.</p>'))
+            parts.append(Html(f'<p class="quiet">{safe(name)}: all variables are the same at the end.</p>'))
             continue
         rows = [
             [line["name"], number(line["absolute"]), number(line["relative"]), _whole(line["ulps"])] for line in lines
         ]
-        content = table("", ["variable", "absolute", "relative", "ulps"], rows, label=f"Variables of {pair['b']}")
-        summary = f"{pair['b']}: variables with the largest differences at the end"
+        content = table("", ["variable", "absolute", "relative", "ulps"], rows, label=f"Variables of {name}")
+        summary = f"{name}: variables with the largest differences at the end"
         parts.append(details(summary, content, opened=pair["b"] == worst))
     return Html("\n".join(parts))
 

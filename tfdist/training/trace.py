@@ -61,8 +61,12 @@ def see_batch(batch: Any) -> tf.Tensor:
 def _of_rows(value: Any) -> tf.Tensor:
     """A number for each row of a dense, ragged or sparse tensor."""
     if isinstance(value, tf.RaggedTensor):
-        padded = tf.ragged.map_flat_values(_bits, value).to_tensor()  # a zero adds nothing
-        return _of_rows(padded) + _mixed(value.row_lengths())
+        # Not padded: how wide that makes a row would depend on the rows beside it.
+        rows = value.value_rowids()
+        places = tf.range(tf.size(rows, tf.int64)) - tf.cast(tf.gather(value.row_starts(), rows), tf.int64)
+        parts = _mixed(_mixed((2 * places + 1) * _ODD) + _of_rows(value.values))
+        sums = tf.math.unsorted_segment_sum(parts, rows, value.nrows())
+        return sums + _mixed(tf.cast(value.row_lengths(), tf.int64))
     if isinstance(value, tf.SparseTensor):
         places = tf.reduce_sum(value.indices[:, 1:] * _weights(tf.shape(value.indices)[1] - 1), 1)
         return tf.math.unsorted_segment_sum(
@@ -142,10 +146,11 @@ class Trace:
             for i, name in enumerate(FIELDS)
         }
         together["initial"] = np.array([row for process in initial for row in process], np.int64)
-        values = {f"value/{name}": np.asarray(_tensor(v)) for name, v in variables.items()}
+        values = {f"value/{name}": _value(v) for name, v in variables.items()}
         names = {id(variable): name for name, variable in variables.items()}
         texts = {"trained": np.array([names[id(v)] for v in trained]), "variables": np.array(list(variables))}
-        about = {"losses": losses, "addends": np.array(addends)}
+        replicas = np.array(session.strategy.num_replicas_in_sync)
+        about = {"losses": losses, "addends": np.array(addends), "replicas": replicas}
         try:
             with self._path.open("wb") as file:
                 np.savez(file, allow_pickle=False, **together, **texts, **values, **about)
@@ -184,6 +189,12 @@ def positions(model: keras.Model) -> int:
     shapes = [getattr(getattr(layer, "output", None), "shape", None) for layer in model._flatten_layers()]
     inner = [shape[1:-1] for shape in shapes if isinstance(shape, tuple) and None not in shape[1:]]
     return max((int(np.prod(sizes, dtype=np.int64)) for sizes in inner), default=1)
+
+
+def _value(variable: Any) -> np.ndarray:
+    """Of a type that NumPy's files know; of bfloat16 float32, which has the same values."""
+    value = np.asarray(_tensor(variable))
+    return value.astype(np.float32) if value.dtype == tf.bfloat16.as_numpy_dtype else value
 
 
 def _tensor(variable: Any) -> Any:
