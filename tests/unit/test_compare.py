@@ -18,7 +18,7 @@ from tfdist.commands import TrainCommand
 from tfdist.errors import UsageError
 from tfdist.evidence import against, compare_table, speed
 from tfdist.evidence.arms import Arm, Ran
-from tfdist.evidence.compare import _pair, _require_equal_batches, pairs_of, plan
+from tfdist.evidence.compare import _pair, _require_equal_batches, _worst, pairs_of, plan
 from tfdist.evidence.speed import Timed
 
 ONE, TWO, FOUR = Arm("one_device", 1), Arm("horovod", 2), Arm("horovod", 4)
@@ -74,6 +74,13 @@ def test_what_depends_on_the_number_of_replicas_does_not_compare(variable: str) 
         _pair(traced(TWO, variable), other, None, train),
     ):
         assert pair["verdict"] == "different"
+
+
+def test_the_verdict_is_that_of_the_worst_pair() -> None:
+    verdicts = ["same bits", "different", "rounding", "not comparable"]
+    assert [_worst(verdicts), _worst(verdicts[2:]), _worst(verdicts[::3]), _worst(verdicts[:1])] == [
+        *("different", "rounding", "not comparable", "same bits")
+    ]
 
 
 def test_a_run_that_failed_is_different_and_says_why() -> None:
@@ -267,6 +274,13 @@ def test_the_interval_of_a_ratio_of_ratios_is_the_widest() -> None:
     assert told["ratio"] == pytest.approx({"median": 0.5, "low": 0.32, "high": 0.75})
     assert told["verdict"] == "slower"
     # The noise of either run alone is enough to excuse it.
+    for noisy in (was, now):
+        before, noisy["noise"] = noisy["noise"], {"low": 0.7, "high": 1.4}
+        assert against.judge(None, was, now)["speed"][1]["verdict"] == "as before"
+        noisy["noise"] = before
+    # Likewise of what seems faster: at least 1.36 times, where 1.4 may be noise.
+    now["arms"][1]["ratio"] = {"median": 2.0, "low": 1.7, "high": 2.2}
+    assert against.judge(None, was, now)["speed"][1]["verdict"] == "faster"
     for noisy in (was, now):
         before, noisy["noise"] = noisy["noise"], {"low": 0.7, "high": 1.4}
         assert against.judge(None, was, now)["speed"][1]["verdict"] == "as before"

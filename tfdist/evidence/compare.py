@@ -132,7 +132,7 @@ def _run(
         raise EnvironmentProblem(f"no run came to its end: {problems[0]}")
     result: dict[str, Any] = {
         "schema": 1,
-        "verdict": max((pair["verdict"] for pair in pairs), key=_ORDER.index, default="same bits"),
+        "verdict": _worst([pair["verdict"] for pair in pairs]),
         "problems": problems,
         "task": train.task,
         "task_args": list(train.task_args),
@@ -154,6 +154,10 @@ def _run(
     }
     speed.time_to_quality(result, timed)
     return result, problems
+
+
+def _worst(verdicts: Sequence[str]) -> str:
+    return max(verdicts, key=_ORDER.index, default="same bits")
 
 
 def _judge(runner: Runner, ran: dict[Arm, Ran], train: TrainCommand, bar: _Bar) -> list[dict[str, Any]]:
