@@ -268,3 +268,10 @@ def test_relative_differences_are_of_the_larger_value() -> None:
     other = trace(**{"value/model/bias": np.array([0.5, -1.0], np.float32)})
     bias = variable_differences(trace(), other)[1]
     assert (bias["absolute"], bias["relative"]) == (0.5, 0.5)
+
+
+def test_replicas_of_one_run_that_part_are_never_rounding() -> None:
+    torn = trace()
+    torn["after checksums"][2, 1, 0] += 1  # and come together again
+    assert agree(trace(), torn, BOUND)["verdict"] == "different"
+    assert agree(torn, trace(), BOUND)["first"] == {"step": 3, "variable": "model/kernel"}

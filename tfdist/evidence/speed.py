@@ -109,7 +109,8 @@ def scaling(
     for arm, found in measured.items():
         for point in (found or {}).get("points", []):
             points.setdefault(arm.backend, []).append(Point(arm.replicas, point["bytes"], point["seconds"]))
-    steps = [group for arm in ran for kind in ("alone", "as it is") for group in _groups(timed, (arm, kind)) if group]
+    # Without communication, where there is such a run: then a replica does its share of the batch.
+    steps = [group for kind in ("alone", "as it is") for arm in ran for group in _groups(timed, (arm, kind)) if group]
     sizes = [_message_bytes(run) for run in ran.values() if run.trace is not None]
     if not points or not steps or not sizes:
         return None
