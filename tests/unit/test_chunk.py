@@ -26,6 +26,7 @@ def step(parts: int, place: int, **changes: Any) -> StepResult:
         "faults": [3.0, 0.0, 1.0 + place],
         "leave": 0.5 * place,
         "tally": [],
+        "seen": [],
         "times": [],
     }
     return StepResult(**{name: tf.constant(value) for name, value in (fields | changes).items()})

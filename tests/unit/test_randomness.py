@@ -77,7 +77,7 @@ def masks(replica: int, places: list[int]) -> tuple[list[Any], list[int]]:
     task = Drawing()
     with STRATEGY.scope():
         model = task.build_model()
-    local = LocalStep(task, model, ["optimizer"], Settings())
+    local = LocalStep(task, model, ["optimizer"], Settings(), pieces=1)
     batch = tuple(map(tf.constant, task.dataset("train")))
     kept = []
     (state,) = (v for v in model.variables if is_seed(v))
@@ -104,7 +104,7 @@ class TestLayers:
         task = Drawing()
         with STRATEGY.scope():
             model = task.build_model()
-        local = LocalStep(task, model, ["optimizer"], Settings())
+        local = LocalStep(task, model, ["optimizer"], Settings(), pieces=1)
         ends = []
         for rows in (4, 0):
             batch = tuple(tf.constant(array[:rows]) for array in task.dataset("train"))

@@ -45,7 +45,7 @@ class Built:
 
     def __call__(self, batch: Any = FOUR) -> StepResult:
         batch = tf.nest.map_structure(tf.constant, batch)
-        return StepResult(*(value.numpy() for value in self._run(batch)))
+        return StepResult(*tf.nest.map_structure(lambda value: value.numpy(), tuple(self._run(batch))))
 
     @property
     def weights(self) -> list[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "mask_of",
     "normalizations",
     "own_schedule",
+    "positions",
     "rows_count",
     "without_second_reduction",
 ]
@@ -115,6 +117,13 @@ def _moments(layer: keras.layers.BatchNormalization, original: Any, inputs: Any,
 def normalizations(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """The BatchNormalization layers of the model, at any depth."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def positions(model: keras.Model) -> int:
+    """The most places (pixels, tokens) that a layer has for an example: its addends in the sum of a gradient."""
+    shapes = [getattr(getattr(layer, "output", None), "shape", None) for layer in model._flatten_layers()]
+    inner = [shape[1:-1] for shape in shapes if isinstance(shape, tuple) and None not in shape[1:]]
+    return max((int(np.prod(sizes, dtype=np.int64)) for sizes in inner), default=1)
 
 
 def own_schedule(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any] | None:

@@ -41,6 +41,7 @@ from tfdist.training.leaving import Leaving, Why
 from tfdist.training.local_sgd import LocalSgdLoop
 from tfdist.training.loops import TrainingLoop
 from tfdist.training.phases import SAVING, Phases
+from tfdist.training.private_keras import positions
 from tfdist.training.report import Report
 from tfdist.training.resuming import Resumed, choose, require_same_course, restore
 from tfdist.training.saving import AVERAGES, Saver
@@ -48,7 +49,7 @@ from tfdist.training.slowness import slow_ranks
 from tfdist.training.step import TrainingStep
 from tfdist.training.stopping import Decisions, less_is_better
 from tfdist.training.task import Task
-from tfdist.training.trace import Trace, positions
+from tfdist.training.trace import Trace
 
 __all__ = ["Run"]
 

@@ -23,7 +23,7 @@ from tfdist.errors import EnvironmentProblem
 from tfdist.strategies.session import Session
 from tfdist.training.gradients import Gradient
 
-__all__ = ["FIELDS", "Seen", "Trace", "positions", "row", "see", "see_batch"]
+__all__ = ["FIELDS", "Seen", "Trace", "row", "see", "see_batch"]
 
 _ODD = np.int64(-7046029254386353131)  # 2^64 divided by the golden ratio
 
@@ -182,13 +182,6 @@ def row(
         return tf.concat(full, 0)
 
     return [spread(values) for values in of_replicas]
-
-
-def positions(model: keras.Model) -> int:
-    """The most places (pixels, tokens) that a layer has for an example: its addends in the sum of a gradient."""
-    shapes = [getattr(getattr(layer, "output", None), "shape", None) for layer in model._flatten_layers()]
-    inner = [shape[1:-1] for shape in shapes if isinstance(shape, tuple) and None not in shape[1:]]
-    return max((int(np.prod(sizes, dtype=np.int64)) for sizes in inner), default=1)
 
 
 def _value(variable: Any) -> np.ndarray:
