@@ -51,11 +51,16 @@ def some(few, *more):
     return [*few, *more] if full() else few
 
 
+def traced_as_it_is(fn):
+    """A tf.function of one of many checks alike, for which AutoGraph would take longer than all the rest."""
+    return tf.function(fn, autograph=False)
+
+
 def both_ways(strategy, fn, traced=True):
     """The result of running `fn` on the replicas eagerly, and in a tf.function."""
     yield "eager", error_of(lambda: mine(strategy, strategy.run(fn)))
     if traced:
-        yield "graph", error_of(lambda: mine(strategy, tf.function(lambda: strategy.run(fn))()))
+        yield "graph", error_of(lambda: mine(strategy, traced_as_it_is(lambda: strategy.run(fn))()))
 
 
 def check_group(s):
@@ -209,7 +214,7 @@ def check_reduce(s):
                 value = per_replica(s, of, dtype)
                 eager = lambda value=value, op=op, axis=axis: s.reduce(op, value, axis=axis)  # noqa: E731
                 yield f"{name} {op.name} axis {axis} eager", error_of(eager)
-                yield f"{name} {op.name} axis {axis} graph", error_of(lambda eager=eager: tf.function(eager)())
+                yield f"{name} {op.name} axis {axis} graph", error_of(lambda eager=eager: traced_as_it_is(eager)())
 
 
 def check_reduce_more(s):
@@ -257,7 +262,7 @@ def check_gather(s):
         )
         yield f"{dtype} eager", error_of(lambda value=value: s.gather(value, axis=0))
         if dtype in TRACED:
-            yield f"{dtype} graph", error_of(lambda value=value: tf.function(lambda: s.gather(value, axis=0))())
+            yield f"{dtype} graph", error_of(lambda value=value: traced_as_it_is(lambda: s.gather(value, axis=0))())
     for axis in (0, 1):
         shape = (lambda r: np.full([r + 1, 2], r + 1)) if axis == 0 else (lambda r: np.full([2, r + 1], r + 1))
         yield (
@@ -410,7 +415,7 @@ def check_variables(s):
                         with s.scope():
                             return tf.Variable(1.0, synchronization=sync, aggregation=aggregation)
 
-                    wrap = tf.function if where == "graph" else (lambda f: f)
+                    wrap = traced_as_it_is if where == "graph" else (lambda f: f)
                     v = make()
 
                     def in_replica(v=v, method=method, wrap=wrap):
@@ -538,7 +543,7 @@ def check_scatter(s):
                 getattr(v, method)(tf.IndexedSlices(value, tf.reshape(replica(), [1])))
 
             def run(v=v, fn=fn):
-                tf.function(lambda: s.run(fn))()
+                traced_as_it_is(lambda: s.run(fn))()
                 return {"mine": [x.numpy().tolist() for x in s.experimental_local_results(v)]}
 
             yield f"{aggregation.name} {method}", error_of(run)
