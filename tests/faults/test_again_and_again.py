@@ -40,7 +40,7 @@ def launch(*words: object) -> Job:
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker_mirrored"])
 def test_a_rank_that_fails_in_every_start_ends_the_job(backend: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    train = ["--backend", backend, "--task", f"{TOY}:Failing", "--checkpoint-dir", tmp_path / "c"]
+    train = ["--backend", backend, "--task", f"{TOY}:Failing", "--steps", 50, "--checkpoint-dir", tmp_path / "c"]
     ended = launch("--max-restarts", 2, "--", *train).finish(600)
     assert ended.code == 1, ended.output
     assert ended.output.count("ValueError: the sky is falling") >= 3
