@@ -18,7 +18,8 @@ from tfdist.commands import TrainCommand
 from tfdist.errors import UsageError
 from tfdist.evidence import against, compare_table, speed
 from tfdist.evidence.arms import Arm, Ran
-from tfdist.evidence.compare import _pair, _require_equal_batches, _worst, pairs_of, plan
+from tfdist.evidence.compare import _require_equal_batches, plan
+from tfdist.evidence.pairs import _pair, pairs_of, worst
 from tfdist.evidence.speed import Timed
 
 ONE, TWO, FOUR = Arm("one_device", 1), Arm("horovod", 2), Arm("horovod", 4)
@@ -78,7 +79,7 @@ def test_what_depends_on_the_number_of_replicas_does_not_compare(variable: str) 
 
 def test_the_verdict_is_that_of_the_worst_pair() -> None:
     verdicts = ["same bits", "different", "rounding", "not comparable"]
-    assert [_worst(verdicts), _worst(verdicts[2:]), _worst(verdicts[::3]), _worst(verdicts[:1])] == [
+    assert [worst(verdicts), worst(verdicts[2:]), worst(verdicts[::3]), worst(verdicts[:1])] == [
         *("different", "rounding", "not comparable", "same bits")
     ]
 

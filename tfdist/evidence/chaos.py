@@ -15,7 +15,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tfdist.commands import ChaosCommand
@@ -23,6 +22,7 @@ from tfdist.errors import EnvironmentProblem
 from tfdist.evidence.campaign import Campaign
 from tfdist.evidence.faults import KINDS, Injected
 from tfdist.evidence.runs import missing
+from tfdist.evidence.screen import open_console, open_progress, say
 from tfdist.training.report import versions
 
 __all__ = ["chaos", "quantiles"]
@@ -37,9 +37,7 @@ def chaos(command: ChaosCommand) -> bool:
     reason = missing(command.backend) if command.backend == "horovod" else None
     if reason:
         raise EnvironmentProblem(f"backend={command.backend!r} cannot be run: {reason}. Run: make setup")
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=150)
+    console = open_console()
     folder = Path(tempfile.mkdtemp(prefix="tfdist-chaos-"))
     began = time.monotonic()
     campaign = Campaign(command, folder)
@@ -51,14 +49,14 @@ def chaos(command: ChaosCommand) -> bool:
         if not keep:
             shutil.rmtree(folder)
         else:
-            _say(console, f"all that these jobs have written is kept in {folder}")
+            say(console, f"all that these jobs have written is kept in {folder}")
     seconds = time.monotonic() - began
     console.print(_table(campaign.injected))
     for line in campaign.problems:
-        _say(console, f"LOST {line}")
+        say(console, f"LOST {line}")
     lost = sum(bool(outcome.problems) for outcome in campaign.outcomes)
     end = f"{lost} lost" if lost else "none lost, and each ended as the job without faults did"
-    _say(console, f"{len(campaign.injected)} faults in {len(campaign.outcomes)} jobs ({seconds:.0f} s): {end}")
+    say(console, f"{len(campaign.injected)} faults in {len(campaign.outcomes)} jobs ({seconds:.0f} s): {end}")
     if command.json is not None:
         content = {
             "passed": not campaign.problems,
@@ -77,11 +75,10 @@ def chaos(command: ChaosCommand) -> bool:
 
 
 def _run(campaign: Campaign, count: int, console: Console) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with open_progress(console) as bar:
         shown = bar.add_task("the job without faults", total=count)
         if not console.is_terminal:
-            _say(console, "the job without faults")
+            say(console, "the job without faults")
         campaign.run_reference()
 
         def began(number: int) -> None:
@@ -89,7 +86,7 @@ def _run(campaign: Campaign, count: int, console: Console) -> None:
 
         def tell(fault: Injected) -> None:
             bar.advance(shown)
-            _say(console, f"job {fault.run}: {_words(fault)}")
+            say(console, f"job {fault.run}: {_words(fault)}")
 
         campaign.run_faults(began, tell)
 
@@ -157,7 +154,3 @@ def _words(fault: Injected) -> str:
     if fault.resumed_from is not None:
         parts.append(f"from step {fault.resumed_from}")
     return "; ".join(parts)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from tfdist.errors import EnvironmentProblem, UsageError, closest
 from tfdist.evidence.cases import CASES
 from tfdist.evidence.judge import Verdict, judge, plan
 from tfdist.evidence.runs import Job, missing, run
+from tfdist.evidence.screen import open_console, open_progress, say
 from tfdist.strategies.table import BACKENDS
 
 __all__ = ["check"]
@@ -39,9 +39,7 @@ def check(command: CheckCommand) -> bool:
         UsageError: there is no such case.
         EnvironmentProblem: a backend that was asked for cannot be checked here.
     """
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=150)
+    console = open_console()
     names = _chosen(command.cases)
     if command.list:
         for name in names:
@@ -54,7 +52,7 @@ def check(command: CheckCommand) -> bool:
     passed = all(verdict.passed for verdict in verdicts) and not problems
     console.print(_table(verdicts, jobs, console.width))
     for line in (*_failures(verdicts), *problems):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     count = sum(verdict.passed for verdict in verdicts)
     console.print(f"{count} of {len(verdicts)} values are right (what they are: tfdist check --list)", highlight=False)
     if passed:
@@ -91,8 +89,7 @@ def _run(
 ) -> tuple[dict[tuple[str, int], list[dict[str, Any]]], list[str]]:
     results: dict[tuple[str, int], list[dict[str, Any]]] = {}
     problems = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with open_progress(console) as bar:
         task = bar.add_task("", total=sum(job.results for job in jobs))
         done = 0
         for job in jobs:

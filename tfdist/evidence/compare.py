@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tfdist.commands import CompareCommand, TrainCommand
 from tfdist.config import Settings
 from tfdist.errors import EnvironmentProblem, UsageError
 from tfdist.evidence import against, compare_table, speed
-from tfdist.evidence.agreement import Bound, agree, gamma
 from tfdist.evidence.arms import Arm, Ran, Runner
-from tfdist.evidence.pictures import require_matplotlib
+from tfdist.evidence.page import write_page
+from tfdist.evidence.pairs import judge, worst
+from tfdist.evidence.pictures import require_matplotlib, write_pngs
 from tfdist.evidence.runs import missing
 from tfdist.evidence.scaling import parse_network
+from tfdist.evidence.screen import RunBar, open_console, say
 from tfdist.evidence.speed import Timed
 from tfdist.strategies.table import BACKENDS
 from tfdist.training.report import check_writable, versions, without_nan
 
-__all__ = ["compare", "pairs_of", "plan"]
+__all__ = ["compare", "plan"]
 
-_ORDER = ("same bits", "not comparable", "rounding", "different")
 _LEAST_TIMED_STEPS = 100
 
 
@@ -57,9 +57,7 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
         require_matplotlib()
     if command.png is not None:
         check_writable(command.png / "losses.png" if command.png.is_dir() else command.png, "png")
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=150)
+    console = open_console()
     arms = plan(command.chosen_backends or _working(console), command.counts)
     _require_working(arms)
     _require_settings(arms, train)
@@ -67,14 +65,14 @@ def compare(command: CompareCommand, train: TrainCommand, words: Sequence[str], 
     keep = True
     try:
         runner = Runner(folder, words, _settings(train), command.timeout)
-        with _progress(console) as bar:
+        with RunBar(console) as bar:
             result, problems = _run(command, train, runner, arms, bar)
         keep = bool(problems)
     finally:
         if not keep:
             shutil.rmtree(folder)
         else:
-            _say(console, f"all that these runs have written is kept in {folder}")
+            say(console, f"all that these runs have written is kept in {folder}")
     result |= {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": line}
     if before is not None:
         result["against"] = against.judge(command.against, before, result)
@@ -96,18 +94,8 @@ def plan(backends: Sequence[str], counts: Sequence[int]) -> list[Arm]:
     return list(dict.fromkeys([*alone, *(Arm(name, count) for count in counts for name in others)]))
 
 
-def pairs_of(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
-    """Which runs to compare: the first of each number of replicas with the first of all, the others with it."""
-    found = []
-    for arm in arms:
-        leader = next(other for other in arms if other.replicas == arm.replicas)
-        if arm != arms[0]:
-            found.append((arms[0] if arm == leader else leader, arm))
-    return found
-
-
 def _run(
-    command: CompareCommand, train: TrainCommand, runner: Runner, arms: Sequence[Arm], bar: _Bar
+    command: CompareCommand, train: TrainCommand, runner: Runner, arms: Sequence[Arm], bar: RunBar
 ) -> tuple[dict[str, Any], list[str]]:
     timed_arms = 2 * len(arms) + 1
     spanning = [arm for arm in arms if BACKENDS[arm.backend].processes and not arm.asynchronous and arm.replicas > 1]
@@ -120,7 +108,7 @@ def _run(
         ran[arm] = runner.train(arm, trace=True, steps=train.steps)
     problems = [f"{arm.name} {run.problem}" for arm, run in ran.items() if run.problem]
     _require_equal_batches(list(ran.values()))
-    pairs = _judge(runner, ran, train, bar)
+    pairs = judge(runner, ran, train, bar)
     steps = max(train.steps, _LEAST_TIMED_STEPS)
     timed = _time(command, runner, [arm for arm in arms if not ran[arm].problem], steps, bar, problems)
     measured = {}
@@ -132,7 +120,7 @@ def _run(
         raise EnvironmentProblem(f"no run came to its end: {problems[0]}")
     result: dict[str, Any] = {
         "schema": 1,
-        "verdict": _worst([pair["verdict"] for pair in pairs]),
+        "verdict": worst([pair["verdict"] for pair in pairs]),
         "problems": problems,
         "task": train.task,
         "task_args": list(train.task_args),
@@ -156,66 +144,8 @@ def _run(
     return result, problems
 
 
-def _worst(verdicts: Sequence[str]) -> str:
-    return max(verdicts, key=_ORDER.index, default="same bits")
-
-
-def _judge(runner: Runner, ran: dict[Arm, Ran], train: TrainCommand, bar: _Bar) -> list[dict[str, Any]]:
-    """The pairs of the report."""
-    arms = list(ran)
-    bound: Bound | None = None
-    found = []
-    shadow_done = False
-    for a, b in pairs_of(arms):
-        pair = _pair(ran[a], ran[b], None, train)
-        if pair["verdict"] == "different" and not shadow_done:
-            shadow_done = True
-            reference = ran[arms[0]]
-            if reference.trace is not None:
-                bar.begin(f"what rounding does to {arms[0].name}")
-                perturb = gamma(int(reference.trace["addends"]))
-                assert train.steps is not None
-                shadow = runner.variant(arms[0], steps=train.steps, perturb=perturb)
-                bound = None if shadow.trace is None else Bound.of(reference.trace, shadow.trace)
-        if pair["verdict"] == "different" and bound is not None:
-            pair = _pair(ran[a], ran[b], bound, train)
-        found.append(pair)
-    if not shadow_done:
-        bar.begin("")
-    return found
-
-
-def _pair(a: Ran, b: Ran, bound: Bound | None, train: TrainCommand) -> dict[str, Any]:
-    names = {"a": a.arm.name, "b": b.arm.name}
-    nothing: dict[str, Any] = {"loss_difference": [], "bound": None, "variables": [], "first": None, "stage": None}
-    if a.arm.asynchronous or b.arm.asynchronous:
-        note = "asynchronous: no two runs take the same steps, so what counts is how well they end, and how soon"
-        return {**names, **nothing, "verdict": "not comparable", "note": note}
-    if a.trace is None or b.trace is None:
-        failed = next(run for run in (a, b) if run.trace is None)
-        note = f"{failed.arm.name} {failed.problem}"
-        return {**names, **nothing, "verdict": "different", "note": note}
-    told = agree(a.trace, b.trace, bound)
-    note = "; ".join(f"{run.arm.name} {run.problem}" for run in (a, b) if run.problem)
-    if told["verdict"] == "different" and a.arm.replicas != b.arm.replicas and not train.reproducible:
-        reason = _depends_on_replicas(a.trace["variables"].tolist())
-        if reason:
-            told |= {"verdict": "not comparable", "stage": None}
-            note = f"{reason}; with --reproducible they agree bit for bit"
-    return {**names, **told, "note": note}
-
-
-def _depends_on_replicas(variables: Sequence[str]) -> str:
-    """Why training is another one with another number of replicas, if it is."""
-    if any(name.endswith("seed_generator_state") for name in variables):
-        return "random layers draw other numbers on each replica"
-    if any(name.endswith(("moving_mean", "moving_variance")) for name in variables):
-        return "BatchNormalization takes the statistics of each replica's rows"
-    return ""
-
-
 def _time(
-    command: CompareCommand, runner: Runner, arms: Sequence[Arm], steps: int, bar: _Bar, problems: list[str]
+    command: CompareCommand, runner: Runner, arms: Sequence[Arm], steps: int, bar: RunBar, problems: list[str]
 ) -> list[Timed]:
     """Rounds in which each arm runs once as it is and once without communication, in an order that is drawn."""
     drawn = random.Random(command.seed)
@@ -281,7 +211,7 @@ def _working(console: Console) -> tuple[str, ...]:
     names = [name for name, kind in BACKENDS.items() if not kind.asynchronous and not kind.one_copy]
     for name in names:
         if missing(name):
-            _say(console, f"{name} is left out: {missing(name)}")
+            say(console, f"{name} is left out: {missing(name)}")
     return tuple(name for name in names if not missing(name))
 
 
@@ -310,50 +240,6 @@ def _write(command: CompareCommand, result: dict[str, Any]) -> None:
     if command.json is not None:
         command.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if command.html is not None:
-        from tfdist.evidence.page import write_page
-
         write_page(result, command.html)
     if command.png is not None:
-        from tfdist.evidence.pictures import write_pngs
-
-        command.png.mkdir(parents=True, exist_ok=True)
         write_pngs(result, command.png)
-
-
-class _Bar:
-    """What runs now: a bar in a terminal, else a line for each run."""
-
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
-        self._task = progress.add_task("", total=None)
-        self._begun = False
-
-    def total(self, runs: int) -> None:
-        """So many runs there are."""
-        self._progress.update(self._task, total=runs)
-
-    def begin(self, what: str) -> None:
-        """The run before is done, and this one begins; an empty text: there is none."""
-        if self._begun:
-            self._progress.advance(self._task)
-        self._begun = True
-        if what:
-            self._progress.update(self._task, description=what)
-            if not self._console.is_terminal:
-                _say(self._console, what)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
-def _progress(console: Console) -> _Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return _Bar(Progress(*columns, console=console, disable=not console.is_terminal, transient=True), console)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

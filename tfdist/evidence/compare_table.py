@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tfdist.evidence.screen import say
 
 __all__ = ["show"]
 
@@ -29,22 +32,24 @@ def show(console: Console, result: Mapping[str, Any], problems: Sequence[str]) -
         console.print(table)
     for pair in result["pairs"]:
         for text in (_parting(pair), pair["note"]):
-            if text:
-                _say(console, f"{pair['a']} and {pair['b']}: {text}")
+            if text and not any(problem in text for problem in problems):  # which come last
+                say(console, f"{pair['a']} and {pair['b']}: {text}")
     _quality(console, result)
     _scaling(console, result["scaling"])
     _against(console, result["against"])
     for problem in problems:
-        _say(console, f"FAILED {problem}")
+        say(console, f"FAILED {problem}")
     if result["noise"]:
         low, high = result["noise"]["low"], result["noise"]["high"]
-        _say(console, f"noise: {result['reference']} against itself lies between {low:.3f} and {high:.3f}")
+        say(console, f"noise: {result['reference']} against itself lies between {low:.3f} and {high:.3f}")
     console.print(Text("verdict: ") + Text(result["verdict"], style=_COLOURS[result["verdict"]]))
 
 
 def _arms(result: Mapping[str, Any], width: int) -> list[Table]:
     """What each run gave; in several tables where one would be too wide."""
-    groups = [[("last loss", _last_loss), ("weights", lambda arm: (arm["weights_sha256"] or "–")[:8])]]
+    groups: list[list[_Column]] = [
+        [("last loss", _last_loss), ("weights", lambda arm: (arm["weights_sha256"] or "–")[:8])]
+    ]
     if any(arm["step_ms"] for arm in result["arms"]):
         groups.append(
             [
@@ -60,16 +65,22 @@ def _arms(result: Mapping[str, Any], width: int) -> list[Table]:
                 ("start-up\n(s)", lambda arm: _number(arm["startup_seconds"], ".1f")),
             ]
         )
-    if width >= _WIDE:
-        groups = [[column for group in groups for column in group]]
+    rows = [(arm["name"], arm) for arm in result["arms"]]
+    return _tables("run", groups, rows, whole=width >= _WIDE)
+
+
+def _tables(
+    first: str, groups: list[list[_Column]], rows: Sequence[tuple[str, Mapping[str, Any]]], *, whole: bool
+) -> list[Table]:
+    """A table for each group of columns, or one for all; `first` heads the names of the rows."""
     tables = []
-    for group in groups:
+    for group in [list(itertools.chain(*groups))] if whole else groups:
         table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("run", overflow="fold")
+        table.add_column(first, overflow="fold")
         for head, _ in group:
-            table.add_column(head, justify="right", no_wrap=True)
-        for arm in result["arms"]:
-            table.add_row(arm["name"], *(told(arm) for _, told in group))
+            table.add_column(head, justify="left" if head == "verdict" else "right", no_wrap=True)
+        for name, row in rows:
+            table.add_row(name, *(told(row) for _, told in group))
         tables.append(table)
     return tables
 
@@ -99,18 +110,8 @@ def _pairs(result: Mapping[str, Any], width: int) -> list[Table]:
             ("in units of the\nlast place", lambda pair: _of_variables(pair, "ulps", "d")),
         ],
     ]
-    if width >= _WIDE_PAIRS:
-        groups = [[column for group in groups for column in group]]
-    tables = []
-    for group in groups:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("compared", overflow="fold")
-        for head, _ in group:
-            table.add_column(head, justify="left" if head == "verdict" else "right", no_wrap=True)
-        for pair in result["pairs"]:
-            table.add_row(f"{pair['a']}\n{pair['b']}", *(told(pair) for _, told in group))
-        tables.append(table)
-    return tables
+    rows = [(f"{pair['a']}\n{pair['b']}", pair) for pair in result["pairs"]]
+    return _tables("compared", groups, rows, whole=width >= _WIDE_PAIRS)
 
 
 def _of_variables(pair: Mapping[str, Any], what: str, form: str) -> str:
@@ -143,9 +144,7 @@ def _quality(console: Console, result: Mapping[str, Any]) -> None:
             ends = [f"{s} {n} {v:.4g}" for s, m in arm["metrics"].items() for n, v in m.items() if isinstance(v, float)]
             seconds = arm["seconds_to_quality"]
             soon = f"; at the loss that {result['reference']} ends with after {_number(seconds, '.2g')} s of steps"
-            _say(
-                console, f"{arm['name']} ends with {', '.join(ends) or 'no metrics'}{soon if result['rounds'] else ''}"
-            )
+            say(console, f"{arm['name']} ends with {', '.join(ends) or 'no metrics'}{soon if result['rounds'] else ''}")
 
 
 def _scaling(console: Console, scaling: Mapping[str, Any] | None) -> None:
@@ -164,26 +163,22 @@ def _scaling(console: Console, scaling: Mapping[str, Any] | None) -> None:
         text = (
             f"{fit['backend']}: {fit['alpha_us']:.3g} µs a message, {speed}; off by {fit['error']:.0%} where measured"
         )
-        _say(console, text)
+        say(console, text)
 
 
 def _against(console: Console, against: Mapping[str, Any] | None) -> None:
     if against is None:
         return
     for line in against["numbers"]:
-        _say(console, f"CHANGED since {against['file']}: {line}")
+        say(console, f"CHANGED since {against['file']}: {line}")
     for speed in against["speed"]:
         told = _interval(speed["ratio"], ".2f")
-        _say(console, f"{speed['arm']} is {speed['verdict']} since {against['file']}: {told} of its speed then")
+        say(console, f"{speed['arm']} is {speed['verdict']} since {against['file']}: {told} of its speed then")
     if not against["numbers"]:
-        _say(console, f"no number has changed since {against['file']}")
+        say(console, f"no number has changed since {against['file']}")
 
 
 def _interval(value: Mapping[str, float] | None, form: str) -> str:
     if value is None:
         return "–"
     return f"{value['median']:{form}} ({value['low']:{form}}–{value['high']:{form}})"
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

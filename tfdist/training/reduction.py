@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-__all__ = ["gather_over_replicas", "sum_over_replicas"]
+__all__ = ["gather_over_replicas", "in_float32", "in_one_buffer", "sum_over_replicas"]
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -23,20 +23,42 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor], wire: tf.DType | None = None
         wire: the type in which floats travel, instead of their own. What does not fit into it becomes infinite.
     """
     context = tf.distribute.get_replica_context()
-    tensors = [tf.cast(t, tf.float32) if t.dtype in _HALF else t for t in tensors]
     if context.num_replicas_in_sync == 1:
-        return [_through(t, wire) for t in tensors]
+        return [_through(t, wire) for t in in_float32(tensors)]
+
+    def total(flat: tf.Tensor) -> tf.Tensor:
+        dtype = flat.dtype
+        if wire is not None and dtype.is_floating:
+            flat = tf.cast(flat, wire)
+        return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, flat), dtype)
+
+    return in_one_buffer(in_float32(tensors), total)
+
+
+def in_float32(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors, of which half-precision ones are float32: the sum of many halves would lose its small addends."""
+    return [tf.cast(t, tf.float32) if t.dtype in _HALF else t for t in tensors]
+
+
+def in_one_buffer(
+    tensors: Sequence[tf.Tensor], combine: Callable[[tf.Tensor], tf.Tensor], *, first_axis: bool = False
+) -> list[tf.Tensor]:
+    """Combine tensors of one dtype as one flat buffer, for each dtype (traced).
+
+    Args:
+        combine: from a buffer to one as long, of shape `[numbers]`.
+        first_axis: whether the tensors have a first axis of one length, which stays one of the buffer, and which
+            `combine` takes away.
+    """
+    lead = 1 if first_axis else 0
     results: list[tf.Tensor] = list(tensors)
     for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        shapes = [tf.shape(tensors[i]) for i in places]
-        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
-        if wire is not None and dtype.is_floating:
-            flat = tf.cast(flat, wire)
-        total = tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, flat), dtype)
-        parts = tf.split(total, [tf.size(tensors[i]) for i in places])
+        shapes = [tf.shape(tensors[i])[lead:] for i in places]
+        flat = tf.concat([tf.reshape(tensors[i], [*tensors[i].shape[:lead], -1]) for i in places], axis=lead)
+        parts = tf.split(combine(flat), [tf.reduce_prod(shape) for shape in shapes])
         for i, part, shape in zip(places, parts, shapes, strict=True):
-            results[i] = tf.ensure_shape(tf.reshape(part, shape), tensors[i].shape)
+            results[i] = tf.ensure_shape(tf.reshape(part, shape), tensors[i].shape[lead:])
     return results
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.training.reduction import in_float32, in_one_buffer
+
 __all__ = ["for_each_shard", "sum_in_a_tree"]
 
 
@@ -66,13 +68,9 @@ def sum_in_a_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         The sums, without that axis; half-precision ones in float32.
     """
     context = tf.distribute.get_replica_context()
-    half = (tf.float16, tf.bfloat16)
-    tensors = [tf.cast(t, tf.float32) if t.dtype in half else t for t in tensors]
-    results: list[tf.Tensor] = list(tensors)
-    for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        count = tensors[places[0]].shape[0]
-        nodes = tf.concat([tf.reshape(tensors[i], [count, -1]) for i in places], axis=1)
+
+    def total(nodes: tf.Tensor) -> tf.Tensor:
+        count = nodes.shape[0]
         while count % 2 == 0:
             nodes, count = _next_level(nodes, count)
         if context.num_replicas_in_sync > 1:
@@ -80,11 +78,9 @@ def sum_in_a_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             count *= context.num_replicas_in_sync
         while count > 1:
             nodes, count = _next_level(nodes, count)
-        sizes = [tf.size(tensors[i][0]) for i in places]
-        for i, part in zip(places, tf.split(nodes[0], sizes), strict=True):
-            shape = tf.shape(tensors[i])[1:]
-            results[i] = tf.ensure_shape(tf.reshape(part, shape), tensors[i].shape[1:])
-    return results
+        return nodes[0]
+
+    return in_one_buffer(in_float32(tensors), total, first_axis=True)
 
 
 def _next_level(nodes: tf.Tensor, count: int) -> tuple[tf.Tensor, int]:
